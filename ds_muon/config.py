@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration contract: what may stand in ds_config.json under `optimizer.params`.
+
+Owns: names, types, defaults, units and the error texts of every key.
+Never does: resolve a recipe (ortho/recipes.py), look at a model or at DeepSpeed.
+Read next: ortho/recipes.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+RecipeName = Literal["moonlight", "keller", "torch", "deepspeed", "dion", "megatron"]
+DtypeName = Literal["bf16", "fp16", "fp32"]
+LrScaleName = Literal["match_rms_adamw", "original", "spectral", "unit_rms_norm"]
+NsMethod = Literal["auto", "standard", "gram"]
+NonNegative = Field(ge=0.0)
+
+
+class HsdpConfig(BaseModel):
+    """Replicate x shard groups on ZeRO."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    shard_size: int = Field(ge=1, description="ranks in one shard group (G)")
+    publish: Literal["async", "sync"] = Field(
+        "async", description="how updates reach the other replicas"
+    )
+
+
+class QkClipConfig(BaseModel):
+    """MuonClip on attention logits."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tau: float = Field(100.0, gt=0.0, description="largest attention logit before rescaling")
+
+
+class DMuonConfig(BaseModel):
+    """`optimizer.params` of `"type": "DMuon"`, validated and frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    lr: float = Field(
+        1e-3, ge=0.0, description="learning rate of both halves, RMS of an AdamW-like update"
+    )
+    weight_decay: float = Field(0.1, ge=0.0, description="decoupled decay of both halves, per lr")
+    muon_lr: float | None = Field(None, ge=0.0, description="learning rate of the matrices")
+    adam_lr: float | None = Field(None, ge=0.0, description="learning rate of the AdamW half")
+    adam_weight_decay: float | None = Field(None, ge=0.0, description="decay of the AdamW half")
+    momentum: float = Field(0.95, ge=0.0, lt=1.0, description="momentum of the matrices (mu)")
+    momentum_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of momentum_buffer")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW moment decay rates")
+    eps: float = Field(1e-8, ge=0.0, description="AdamW denominator guard")
+    adam_w_mode: bool = Field(True, description="true: AdamW; false: Adam with L2 decay")
+    no_decay: Literal["auto", "none"] | tuple[str, ...] = Field(
+        "auto", description='AdamW parameters without decay: "auto" = 1-D, globs, or "none"'
+    )
+    recipe: RecipeName = Field("moonlight", description="published set of choices for the matrices")
+    nesterov: bool | None = Field(None, description="null = the recipe's")
+    lr_scale: LrScaleName | None = Field(
+        None, description="factor on lr by matrix shape; null = the recipe's"
+    )
+    ns_coefficients: str | None = Field(None, description="coefficient set; null = the recipe's")
+    ns_steps: int | None = Field(
+        None, ge=1, le=20, description="Newton-Schulz steps; null = the recipe's"
+    )
+    ns_method: NsMethod | None = Field(
+        None, description="standard, gram, or auto (gram where it is safe and pays)"
+    )
+    ns_dtype: DtypeName | None = Field(None, description="compute dtype; null = the recipe's")
+    wire_dtype: Literal["bf16", "fp32"] | None = Field(
+        None, description="dtype every momentum piece is rounded to; null = by ns_dtype"
+    )
+    ns_backend: Literal["auto", "eager", "compile", "graph", "kernels"] = Field(
+        "auto", description="implementation of the iteration"
+    )
+    exchange: Literal["auto", "all_to_all", "all_gather", "broadcast", "p2p"] = Field(
+        "auto", description="how pieces travel to their owner and back"
+    )
+    owner_scope: Literal["balance", "straddlers"] = Field(
+        "balance", description="any rank may own a matrix, or only ranks that hold a piece"
+    )
+    owner_costs: str | None = Field(None, description="path of a measured cost table")
+    workspace_mb: int = Field(512, ge=1, description="cap on exchange and NS buffers, MiB per rank")
+    max_inflight_buckets: int = Field(1, ge=1, description="buckets whose exchange may overlap")
+    preallocate_workspace: bool = Field(True, description="keep the exchange buffers between steps")
+    reshard_after_forward: bool | None = Field(
+        None, description="ZeRO-3 lifetime of matrices; null = ZeRO's own"
+    )
+    param_source: Literal["shards", "owner_broadcast"] = Field(
+        "shards", description="where ZeRO-3 takes matrices from"
+    )
+    hide_param_gather: bool = Field(
+        False, description="ZeRO-1/2: hide the parameter gather under the next forward"
+    )
+    reduce_scatter_v: bool = Field(True, description="ZeRO-1/2: gradient leg at U, not 2U")
+    hsdp: HsdpConfig | None = Field(None, description="replicate x shard groups")
+    include: tuple[str, ...] = Field((), description="globs: parameters to train with Muon")
+    exclude: tuple[str, ...] = Field((), description="globs: parameters to train with AdamW; wins")
+    split: dict[str, dict[str, Any]] = Field(
+        {}, description='glob -> {"rows": [..]}, {"heads": n} or {"experts": true}'
+    )
+    adamw_above_mb: float | None = Field(
+        None, gt=0.0, description="matrices above this size (fp32 MiB) go to AdamW"
+    )
+    qk_clip: QkClipConfig | None = Field(None, description="MuonClip")
+    verify_every: int = Field(0, ge=0, description="steps between self-checks; 0 = never")
+    metrics: dict[str, Any] = Field({}, description="per-bucket log and monitor")
+    per_head_muon: bool = Field(False, description="the built-in's key: one matrix per head")
+    torch_adam: bool = Field(
+        True, description="the built-in's key; the AdamW half is torch's either way"
+    )
+    fp32_optimizer_states: bool | None = Field(
+        None, description="the built-in's key; AdamW moments are fp32 either way"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> DMuonConfig:
+        for beta in self.betas:
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"betas must each lie in [0, 1), got {list(self.betas)}")
+        overrides = [k for k in ("muon_lr", "adam_lr") if getattr(self, k) is not None]
+        if overrides and self.lr == 0.0:
+            raise ValueError(
+                f"{overrides[0]} is kept as a ratio to lr so that schedulers preserve it, "
+                "which lr = 0.0 does not allow; set lr to the larger of the two"
+            )
+        for glob, rule in self.split.items():
+            _check_split(glob, rule)
+        for key, (allowed, arrives) in _RESERVED.items():
+            if getattr(self, key) not in allowed:
+                raise ValueError(
+                    f"{key} = {getattr(self, key)!r} is not available in this version "
+                    f"({arrives}); leave it at {allowed[0]!r}"
+                )
+        return self
+
+
+# Keys whose machinery this version does not have: the values it can honour, and what is missing.
+_RESERVED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "ns_backend": (("auto", "eager"), "other Newton-Schulz backends"),
+    "exchange": (("auto", "all_to_all"), "other exchange strategies"),
+    "owner_costs": ((None,), "measured owner costs"),
+    "max_inflight_buckets": ((1,), "overlapped buckets"),
+    "reshard_after_forward": ((None,), "parameter lifetimes"),
+    "param_source": (("shards",), "packed owner broadcasts"),
+    "hide_param_gather": ((False,), "the hidden parameter gather"),
+    "hsdp": ((None,), "replicate x shard groups"),
+    "qk_clip": ((None,), "MuonClip"),
+    "verify_every": ((0,), "verify mode"),
+    "metrics": (({},), "metrics"),
+    "per_head_muon": ((False,), "per-head matrices by model inspection; use split"),
+}
+
+
+def reserved_keys() -> dict[str, tuple[Any, ...]]:
+    """Return the keys of this contract that are only accepted at the listed values."""
+    return {key: allowed for key, (allowed, _) in _RESERVED.items()}
+
+
+def parse(params: Mapping[str, Any] | None) -> DMuonConfig:
+    """Validate `optimizer.params`.
+
+    Args:
+        params: the JSON object; a null value takes its key's default, 0.0 and false are values.
+
+    Raises:
+        ValueError: names the key, the rule, the value and the remedy.
+    """
+    given = {key: value for key, value in dict(params or {}).items() if value is not None}
+    known = list(DMuonConfig.model_fields)
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(known)}"
+            raise ValueError(f"optimizer.params.{key} is not a key of DMuon; {hint}")
+        if given[key] == "auto" and not _takes_auto(key):
+            raise ValueError(
+                f'optimizer.params.{key} is "auto" and nothing has filled it in (the HF Trainer '
+                "fills lr, betas, eps and weight_decay only); write a value"
+            )
+    try:
+        return DMuonConfig.model_validate(given)
+    except ValidationError as error:
+        raise ValueError("\n".join(_one_line(item, given) for item in error.errors())) from None
+
+
+def _takes_auto(key: str) -> bool:
+    return "auto" in _literals(DMuonConfig.model_fields[key].annotation)
+
+
+def _literals(annotation: Any) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for arg in get_args(annotation):
+        found.extend(_literals(arg) if get_args(arg) else [arg])
+    return tuple(found)
+
+
+def _one_line(item: Any, given: Mapping[str, Any]) -> str:
+    path = ".".join(str(part) for part in item["loc"] if part in given or isinstance(part, int))
+    message = item["msg"].removeprefix("Value error, ")
+    if not path:
+        return f"optimizer.params: {message}"
+    hint = ""
+    choices = _literals(DMuonConfig.model_fields[path.split(".")[0]].annotation)
+    names = [c for c in choices if isinstance(c, str)]
+    if isinstance(item["input"], str) and names:
+        near = difflib.get_close_matches(item["input"], names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"optimizer.params.{path}: {message}, got {item['input']!r}{hint}"
+
+
+def _check_split(glob: str, rule: dict[str, Any]) -> None:
+    kinds = set(rule)
+    if len(kinds) != 1 or not kinds <= {"rows", "heads", "experts"}:
+        raise ValueError(
+            f'split[{glob!r}] must be one of {{"rows": [..]}}, {{"heads": n}}, '
+            f'{{"experts": true}}, got {rule}'
+        )
+    kind, value = next(iter(rule.items()))
+    rows_ok = (
+        kind == "rows"
+        and isinstance(value, (list, tuple))
+        and value
+        and all(isinstance(r, int) and r > 0 for r in value)
+    )
+    heads_ok = kind == "heads" and type(value) is int and value > 0
+    if not (rows_ok or heads_ok or (kind == "experts" and value is True)):
+        raise ValueError(
+            f"split[{glob!r}].{kind} must be positive row counts, a positive head count or true, "
+            f"got {value!r}"
+        )

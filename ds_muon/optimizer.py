@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base optimizer that DeepSpeed is handed: matrices by the step engine, the rest by AdamW.
+
+Owns: parameter groups, optimizer state, step and state_dict, in torch.optim's own terms.
+Never does: know which ZeRO stage it is in. zero/ builds it, lets DeepSpeed wrap it, then binds it
+to the leaves that DeepSpeed made; a step before that changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_muon.checkpoint import CheckpointHeader
+from ds_muon.config import DMuonConfig
+from ds_muon.step import LeafStep, StepEngine
+
+MUON, ADAMW = "muon", "adamw"
+_MOMENTUM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# DeepSpeed's wrappers and schedulers write these into every group; the others are ours alone.
+_LOADED_KEYS = ("lr", "initial_lr", "lr_ratio", "weight_decay", "betas", "eps", "momentum", "step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """What DeepSpeed made of the parameter groups.
+
+    Attributes:
+        engine: runs the matrix half.
+        leaf_sets: leaves of MUON groups that are stepped together; `leaf_sets[i]` is the engine's
+            plan i.
+        adamw_leaves: leaves of ADAMW groups.
+        header: what a checkpoint says about these leaves.
+    """
+
+    engine: StepEngine
+    leaf_sets: tuple[tuple[Tensor, ...], ...]
+    adamw_leaves: tuple[Tensor, ...]
+    header: CheckpointHeader
+
+
+class MatrixOwnerOptimizer(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for the rest; public as `ds_muon.DMuon` and `torch.optim.DMuon`.
+
+    DeepSpeed's ZeRO-1/2 runs its own Muon inside any optimizer whose class name contains "muon"
+    once a parameter carries `use_muon`; hence this name.
+
+    Each group's step length is `group["lr"] * group["lr_ratio"]`: `lr` is the shared learning rate
+    that schedulers write and loggers read, `lr_ratio` keeps muon_lr : adam_lr whatever they write.
+    A leaf without a gradient counts as having a zero one, as it does in ZeRO's flat partitions.
+
+    Args:
+        groups: parameter groups, each with `kind` MUON or ADAMW, `lr_ratio` and its options.
+        config: the parsed `optimizer.params`.
+
+    Raises:
+        TypeError: constructed with bare parameters instead of through ds_config.json.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], config: DMuonConfig) -> None:
+        if not isinstance(config, DMuonConfig):
+            raise TypeError(
+                'DMuon is built by DeepSpeed from ds_config.json: {"optimizer": {"type": "DMuon", '
+                '"params": {...}}}; it cannot be constructed from bare parameters'
+            )
+        defaults = {
+            "lr": config.lr,
+            "lr_ratio": 1.0,
+            "weight_decay": config.weight_decay,
+            "betas": config.betas,
+            "eps": config.eps,
+            "momentum": config.momentum,
+        }
+        super().__init__([dict(group) for group in groups], defaults)
+        self.config = config
+        self._binding: Binding | None = None
+        self._adam = _inner_adam(config)
+
+    @property
+    def binding(self) -> Binding | None:
+        """What the optimizer is bound to, or None while DeepSpeed is still wrapping it."""
+        return self._binding
+
+    @torch.no_grad()
+    def bind(self, binding: Binding) -> None:
+        """Attach the leaves and create the state of each, so that nothing is created in a step."""
+        dtype = _MOMENTUM_DTYPES[self.config.momentum_dtype]
+        for leaf in chain.from_iterable(binding.leaf_sets):
+            self.state[leaf] = {"momentum_buffer": torch.zeros_like(leaf, dtype=dtype)}
+        for leaf in binding.adamw_leaves:
+            step_device = leaf.device if self._adam.defaults["fused"] else torch.device("cpu")
+            self.state[leaf] = {
+                "step": torch.zeros((), dtype=torch.float32, device=step_device),
+                "exp_avg": torch.zeros_like(leaf),
+                "exp_avg_sq": torch.zeros_like(leaf),
+            }
+        self._binding = binding
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update the leaves that stand in `param_groups` now; ZeRO narrows them per call.
+
+        Raises:
+            ValueError: a closure was given.
+        """
+        if closure is not None:
+            raise ValueError("DMuon does not take a closure: gradients are reduced before the step")
+        if self._binding is None:
+            return
+        steps: dict[int, LeafStep] = {}
+        for group in self.param_groups:
+            if group["kind"] == ADAMW:
+                self._step_adam(group)
+            else:
+                steps.update((id(leaf), self._leaf_step(leaf, group)) for leaf in group["params"])
+        for index, leaves in enumerate(self._binding.leaf_sets):
+            if steps and id(leaves[0]) in steps:
+                self._binding.engine.run(index, [steps[id(leaf)] for leaf in leaves])
+
+    def _leaf_step(self, leaf: Tensor, group: Mapping[str, Any]) -> LeafStep:
+        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        return LeafStep(
+            weights=leaf.detach().view(-1),
+            momentum=self.state[leaf]["momentum_buffer"].view(-1),
+            grad=grad.reshape(-1),
+            lr=group["lr"] * group["lr_ratio"],
+            weight_decay=group["weight_decay"],
+            mu=group["momentum"],
+        )
+
+    def _step_adam(self, group: Mapping[str, Any]) -> None:
+        inner = self._adam
+        for leaf in group["params"]:
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+        options = {key: group[key] for key in ("params", "weight_decay", "betas", "eps")}
+        options["lr"] = group["lr"] * group["lr_ratio"]
+        inner.param_groups = [{**inner.defaults, **options}]
+        # The state is this optimizer's own; whoever replaces it replaces it here too.
+        inner.state = self.state
+        inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict, with a versioned `ds_muon` entry once bound."""
+        state = super().state_dict()
+        if self._binding is not None:
+            leaves = list(self._leaves())
+            state["ds_muon"] = self._binding.header.as_entry(leaves)
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore state in place and in its own dtype, and each group's options.
+
+        Raises:
+            ValueError: the state is another optimizer's, or of another world, stage or model.
+        """
+        if self._binding is None:
+            raise ValueError("DMuon: load a checkpoint after deepspeed.initialize, not before")
+        leaves = list(self._leaves())
+        self._binding.header.require_same(state_dict.get("ds_muon"), leaves)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: saved[key] for key in _LOADED_KEYS if key in saved})
+        for index, leaf in enumerate(leaves):
+            for key, value in self.state[leaf].items():
+                value.copy_(state_dict["state"][index][key])
+
+    def _leaves(self) -> Iterator[Tensor]:
+        """Leaves in the numbering of torch's state dict."""
+        return chain.from_iterable(group["params"] for group in self.param_groups)
+
+
+def _inner_adam(config: DMuonConfig) -> torch.optim.Optimizer:
+    """The AdamW half: torch's own, fused except where a recipe promises torch's default bits."""
+    family = torch.optim.AdamW if config.adam_w_mode else torch.optim.Adam
+    fused = None if config.recipe == "torch" else True
+    return family([torch.zeros(1)], betas=config.betas, eps=config.eps, fused=fused)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The elementwise part of Muon: momentum and Nesterov, the lr factor by shape, the decayed step.
+
+Owns: formulas on flat ranges of a leaf; they are the same for a whole matrix and for a piece.
+Never does: know which range of which matrix it was given.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def advance_momentum(buffer: Tensor, grad: Tensor, *, momentum: float) -> None:
+    """buffer <- momentum * buffer + (1 - momentum) * grad, in place.
+
+    Args:
+        buffer: flat (numel,), fp32 or a lower momentum dtype.
+        grad: flat (numel,), fp32.
+    """
+    if buffer.dtype == grad.dtype:
+        buffer.lerp_(grad, 1 - momentum)
+    else:
+        buffer.copy_(buffer.to(grad.dtype).lerp_(grad, 1 - momentum))
+
+
+@torch.no_grad()
+def write_direction(
+    out: Tensor, buffer: Tensor, grad: Tensor, *, momentum: float, nesterov: bool
+) -> None:
+    """Write u, rounded to the wire dtype: what Newton-Schulz is applied to.
+
+    Args:
+        out: flat (numel,) in the wire dtype; every piece is rounded, moved or not.
+        buffer: flat (numel,), already advanced by `grad`.
+        grad: flat (numel,), fp32.
+    """
+    if not nesterov:
+        out.copy_(buffer)
+    elif buffer.dtype == grad.dtype:
+        out.copy_(grad.lerp(buffer, momentum))
+    else:
+        out.copy_(grad.lerp(buffer.to(grad.dtype), momentum))
+
+
+@torch.no_grad()
+def apply_update(
+    leaf: Tensor, update: Tensor, *, lr: float, weight_decay: float, scale: float
+) -> None:
+    """leaf <- leaf * (1 - lr * weight_decay) - lr * scale * update, in place.
+
+    Args:
+        leaf: flat (numel,), the master weights.
+        update: flat (numel,), the orthogonalised piece.
+        lr: step length in units of the update before `scale`.
+    """
+    leaf.mul_(1 - lr * weight_decay)
+    leaf.add_(update, alpha=-(lr * scale))
+
+
+def lr_factor(name: str, rows: int, cols: int) -> float:
+    """Factor on lr for a logical matrix of (rows, cols): outputs by inputs, never padded.
+
+    match_rms_adamw is Moonlight's (https://arxiv.org/abs/2502.16982); original is Keller Jordan's;
+    spectral and unit_rms_norm carry Emerging-Optimizers' names.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if name == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    if name == "original":
+        return math.sqrt(max(1, rows / cols))
+    if name == "spectral":
+        return math.sqrt(max(rows, cols))
+    if name == "unit_rms_norm":
+        return math.sqrt(rows / cols)
+    raise ValueError(f"lr_scale {name!r} is unknown")

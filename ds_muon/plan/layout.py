@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout: which range of which matrix stands where in which rank's flat leaf.
+
+Owns: Matrix, Fragment, Layout, and the three ways a ZeRO regime lays matrices out.
+Never does: read them off DeepSpeed (zero/ does), choose owners (owners.py does).
+
+A flat partition of 2 ranks over matrices A, B, C (ZeRO-1/2; "|" is the partition edge):
+
+    flat   [ A A A A B B | B C C C . . ]      B is a straddler: 2 of its 3 elements on rank 0
+    rank 0 [ A A A A B B ]   rank 1 [ B C C C . . ]     "." is padding, no fragment names it
+
+ZeRO-3 gives every rank 1/N of every parameter instead, the last pieces short or empty:
+
+    rank 0 [ A A | B B | C C ]   rank 1 [ A A | B . | C . ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """One logical matrix: what Newton-Schulz is applied to.
+
+    Attributes:
+        name: unique; the parameter's name, with an index for one of several in a parameter.
+        rows, cols: of the stored row-major range.
+        transposed: the stored rows are the layer's inputs (HF Conv1D), so that the lr factor sees
+            (cols, rows).
+    """
+
+    name: str
+    rows: int
+    cols: int
+    transposed: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of the matrix."""
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """A contiguous range of a matrix in one rank's leaf; offsets and numel in elements."""
+
+    rank: int
+    leaf: int
+    leaf_offset: int
+    matrix_offset: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A matrix inside a parameter: it starts `offset` elements into the parameter's storage."""
+
+    matrix: Matrix
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where every matrix of a set of leaves lies, on all ranks.
+
+    Attributes:
+        fragments: per matrix, ordered by (matrix_offset, rank). They either partition the matrix
+            over the ranks, or are one whole copy per rank (a replicated matrix).
+    """
+
+    world_size: int
+    matrices: tuple[Matrix, ...]
+    fragments: tuple[tuple[Fragment, ...], ...]
+
+    def __post_init__(self) -> None:
+        for matrix, pieces in zip(self.matrices, self.fragments, strict=True):
+            if self._is_replicated(matrix, pieces):
+                continue
+            covered = 0
+            for piece in pieces:
+                if piece.matrix_offset != covered or piece.numel <= 0:
+                    raise AssertionError(f"fragments of {matrix.name} do not tile it: {pieces}")
+                covered += piece.numel
+            if covered != matrix.numel:
+                raise AssertionError(f"{matrix.name}: {covered=} of {matrix.numel=} elements")
+
+    def _is_replicated(self, matrix: Matrix, pieces: Sequence[Fragment]) -> bool:
+        whole = all(p.numel == matrix.numel and p.matrix_offset == 0 for p in pieces)
+        return whole and [p.rank for p in pieces] == list(range(self.world_size))
+
+    def is_replicated(self, index: int) -> bool:
+        """Whether every rank holds the whole matrix."""
+        return self._is_replicated(self.matrices[index], self.fragments[index])
+
+    def held_numel(self, index: int, rank: int) -> int:
+        """Elements of matrix `index` that `rank` holds."""
+        return sum(p.numel for p in self.fragments[index] if p.rank == rank)
+
+    def holders(self, index: int) -> tuple[int, ...]:
+        """Ranks with a piece of matrix `index`, ascending."""
+        return tuple(sorted({p.rank for p in self.fragments[index]}))
+
+
+def replicated_layout(placements: Sequence[Sequence[Placement]], *, world_size: int) -> Layout:
+    """Lay out whole parameters on every rank (no ZeRO); `placements[leaf]` are the leaf's."""
+    flat = [(leaf, p) for leaf, items in enumerate(placements) for p in items]
+    return Layout(
+        world_size=world_size,
+        matrices=tuple(p.matrix for _, p in flat),
+        fragments=tuple(
+            tuple(
+                Fragment(
+                    rank=rank,
+                    leaf=leaf,
+                    leaf_offset=p.offset,
+                    matrix_offset=0,
+                    numel=p.matrix.numel,
+                )
+                for rank in range(world_size)
+            )
+            for leaf, p in flat
+        ),
+    )
+
+
+def flat_partition_layout(
+    placements: Sequence[Placement], *, partition_numel: int, world_size: int
+) -> Layout:
+    """Lay out one flat buffer cut evenly over the ranks (ZeRO-1/2, BF16_Optimizer).
+
+    Args:
+        placements: offsets are from the start of the flat buffer.
+        partition_numel: elements per rank; rank r holds [r, r+1) times it.
+    """
+    fragments = []
+    for placement in placements:
+        start, end = placement.offset, placement.offset + placement.matrix.numel
+        pieces = []
+        for rank in range(start // partition_numel, (end - 1) // partition_numel + 1):
+            left = max(start, rank * partition_numel)
+            right = min(end, (rank + 1) * partition_numel)
+            pieces.append(
+                Fragment(
+                    rank=rank,
+                    leaf=0,
+                    leaf_offset=left - rank * partition_numel,
+                    matrix_offset=left - start,
+                    numel=right - left,
+                )
+            )
+        fragments.append(tuple(pieces))
+    return Layout(
+        world_size=world_size,
+        matrices=tuple(p.matrix for p in placements),
+        fragments=tuple(fragments),
+    )
+
+
+def split_parameter_layout(
+    parameters: Sequence[Sequence[Placement]],
+    *,
+    partition_numels: Sequence[int],
+    leaf_offsets: Sequence[int],
+    world_size: int,
+) -> Layout:
+    """Lay out parameters that are each cut over the ranks (ZeRO-3).
+
+    Args:
+        parameters: placements per parameter, with offsets from its start, in leaf order.
+        partition_numels: elements of each parameter per rank, padding included.
+        leaf_offsets: where each parameter's piece starts in the leaf, on every rank.
+    """
+    matrices, fragments = [], []
+    for placements, part, base in zip(parameters, partition_numels, leaf_offsets, strict=True):
+        flat = flat_partition_layout(placements, partition_numel=part, world_size=world_size)
+        matrices.extend(flat.matrices)
+        fragments.extend(
+            tuple(
+                Fragment(
+                    rank=p.rank,
+                    leaf=0,
+                    leaf_offset=base + p.leaf_offset,
+                    matrix_offset=p.matrix_offset,
+                    numel=p.numel,
+                )
+                for p in pieces
+            )
+            for pieces in flat.fragments
+        )
+    return Layout(world_size=world_size, matrices=tuple(matrices), fragments=tuple(fragments))

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attach: build the base optimizer for an engine, and bind it to the leaves ZeRO made of it.
+
+Owns: the two moments around DeepSpeed's own wrapping. Both end in an agreement of all ranks, so
+that a problem on one rank stops every rank with a clear error instead of a hang.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.utils import log_dist, logger
+
+from ds_muon.checkpoint import CheckpointHeader
+from ds_muon.comm.agreement import require_agreement
+from ds_muon.config import DMuonConfig, parse
+from ds_muon.groups import RoutedGroup, build_groups
+from ds_muon.optimizer import MUON, Binding, MatrixOwnerOptimizer
+from ds_muon.ortho.newton_schulz import arithmetic_for
+from ds_muon.ortho.recipes import OrthoSpec, resolve
+from ds_muon.plan.costs import CostModel
+from ds_muon.plan.plan import Plan, build_plan
+from ds_muon.routing import RoutingTable, clean_name, route_parameters
+from ds_muon.step import StepEngine
+from ds_muon.zero import seams
+from ds_muon.zero.leaves import LeafSet, read_leaf_sets
+from ds_muon.zero.support import refuse_unsupported
+
+_COMPARED_SECTIONS = (
+    "zero_optimization",
+    "fp16",
+    "bf16",
+    "data_types",
+    "gradient_clipping",
+    "gradient_accumulation_steps",
+)
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """What was decided before DeepSpeed wrapped the optimizer."""
+
+    config: DMuonConfig
+    spec: OrthoSpec
+    groups: tuple[RoutedGroup, ...]
+    transport: seams.DeepSpeedTransport
+
+
+def build_optimizer(engine: Any, model_parameters: Iterable[Any]) -> MatrixOwnerOptimizer:
+    """Parse, refuse, route and group; then agree with all ranks.
+
+    Raises:
+        ValueError: the configuration, the model or the regime cannot be honoured.
+        RuntimeError: another rank failed, or ranks differ.
+    """
+    transport = seams.DeepSpeedTransport()
+    facts: dict[str, str] = {}
+    problem, prepared = None, None
+    try:
+        prepared, table = _prepare(engine, model_parameters, transport, facts)
+    except Exception as error:  # shown to every rank, then raised
+        problem = error
+    require_agreement(transport, facts, problem=problem)
+    if prepared is None:
+        raise AssertionError("agreement passed a rank with a problem")
+    warning = table.require_matrices()
+    log_dist(f"DMuon routing ({prepared.config.recipe})\n{table.report()}", ranks=[0])
+    if warning and transport.rank == 0:
+        logger.warning(warning)
+    optimizer = MatrixOwnerOptimizer([g.as_param_group() for g in prepared.groups], prepared.config)
+    optimizer.preparation = prepared
+    return optimizer
+
+
+def _prepare(
+    engine: Any,
+    model_parameters: Iterable[Any],
+    transport: seams.DeepSpeedTransport,
+    facts: dict[str, str],
+) -> tuple[Preparation, RoutingTable]:
+    for package in ("ds_muon", "deepspeed", "torch"):
+        facts[f"{package} version"] = version(package)
+    config = parse(engine.optimizer_params())
+    facts.update((f"optimizer.params.{k}", repr(v)) for k, v in config)
+    user_config = engine._config._param_dict
+    facts.update((key, repr(user_config.get(key))) for key in _COMPARED_SECTIONS)
+    refuse_unsupported(engine)
+    spec = resolve(config)
+    device = torch.device(get_accelerator().current_device_name())
+    facts["arithmetic"] = repr(arithmetic_for(spec, device))
+    table = route_parameters(engine.module, config)
+    table.require_matrices()
+    facts["routing"] = _digest(table)
+    names = {id(p): clean_name(name) for name, p in engine.module.named_parameters()}
+    groups = build_groups(model_parameters, names, table, config)
+    prepared = Preparation(config=config, spec=spec, groups=groups, transport=transport)
+    return prepared, table
+
+
+def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
+    """Read the leaves that DeepSpeed made, plan, agree with all ranks, and bind.
+
+    Raises:
+        RuntimeError: a layout that is not what it should be, on this rank or another.
+    """
+    prepared: Preparation = optimizer.preparation
+    transport, problem = prepared.transport, None
+    sets: tuple[LeafSet, ...] = ()
+    plans: list[Plan] = []
+    try:
+        sets = read_leaf_sets(engine, prepared.groups)
+        plans = [_plan(s, prepared) for s in sets if s.kind == MUON]
+    except Exception as error:  # shown to every rank, then raised
+        problem = error
+    facts = {f"plan of leaf set {i}": plan.digest() for i, plan in enumerate(plans)}
+    require_agreement(transport, {"plans": str(len(plans)), **facts}, problem=problem)
+    step_engine = StepEngine(
+        transport,
+        prepared.spec,
+        plans,
+        device=torch.device(get_accelerator().current_device_name()),
+        keep_buffers=prepared.config.preallocate_workspace,
+    )
+    optimizer.bind(
+        Binding(
+            engine=step_engine,
+            leaf_sets=tuple(s.tensors for s in sets if s.kind == MUON),
+            adamw_leaves=tuple(t for s in sets if s.kind != MUON for t in s.tensors),
+            header=_header(engine, prepared, sets),
+        )
+    )
+    _correct_wrapper(engine)
+    log_dist(_describe(plans, step_engine, prepared), ranks=[0])
+    for plan in plans:
+        for matrix in plan.oversize:
+            log_dist(
+                f"DMuon: {matrix.matrix} needs {matrix.need_bytes / _MIB:.0f} MiB on its owner, "
+                f"more than workspace_mb = {prepared.config.workspace_mb}; it runs alone. Raise "
+                "workspace_mb, or set adamw_above_mb to train it with AdamW",
+                ranks=[0],
+            )
+
+
+def _plan(leaf_set: LeafSet, prepared: Preparation) -> Plan:
+    spec, config = prepared.spec, prepared.config
+    if leaf_set.layout is None:
+        raise AssertionError("a Muon leaf set without a layout")
+    device = torch.device(get_accelerator().current_device_name())
+    model = CostModel(
+        steps=len(spec.triples),
+        gram_from=spec.gram_from,
+        gram_restarts=len(spec.gram_restarts),
+        wire_bytes=spec.wire_dtype.itemsize,
+        compute_bytes=arithmetic_for(spec, device).storage.itemsize,
+    )
+    return build_plan(
+        leaf_set.layout,
+        model,
+        owner_scope=config.owner_scope,
+        workspace_bytes=config.workspace_mb * _MIB,
+    )
+
+
+def _correct_wrapper(engine: Any) -> None:
+    wrapper = engine.optimizer
+    if wrapper is engine.basic_optimizer:
+        seams.record_clipped_norm(engine)
+        return
+    if engine.fp16_enabled():
+        seams.update_loss_scale_after_step(wrapper)
+        if isinstance(wrapper, FP16_UnfusedOptimizer):
+            seams.scale_loss_without_zero(engine)
+    link_states = getattr(wrapper, "_lazy_init_hp_params_optimizer_state", None)
+    if link_states is not None:
+        link_states()
+
+
+def _header(engine: Any, prepared: Preparation, sets: Sequence[LeafSet]) -> CheckpointHeader:
+    wrapper = engine.optimizer
+    spec = prepared.spec
+    return CheckpointHeader(
+        world_size=prepared.transport.world_size,
+        rank=prepared.transport.rank,
+        stage=int(engine.zero_optimization_stage()),
+        wrapper="BF16_Optimizer"
+        if isinstance(wrapper, BF16_Optimizer)
+        else "ZeRO"
+        if engine.zero_optimization()
+        else "none",
+        recipe={
+            "name": prepared.config.recipe,
+            "momentum_dtype": prepared.config.momentum_dtype,
+            "compute_dtype": str(spec.compute_dtype),
+            "wire_dtype": str(spec.wire_dtype),
+            "nesterov": spec.nesterov,
+            "lr_scale": spec.lr_scale,
+            "steps": len(spec.triples),
+        },
+        slices={id(leaf.tensor): leaf.slices for s in sets for leaf in s.leaves},
+    )
+
+
+def _describe(plans: Sequence[Plan], engine: StepEngine, prepared: Preparation) -> str:
+    """Say in one line what the matrix half will do per step."""
+    world_size = prepared.transport.world_size
+    matrices = sum(len(p.layout.matrices) for p in plans)
+    loads = [sum(p.owner_flops()[r] for p in plans) for r in range(world_size)]
+    elements = [sum(p.exchange_numel(r) for p in plans) for r in range(world_size)]
+    balance = max(loads) * world_size / sum(loads) if sum(loads) else 1.0
+    return (
+        f"DMuon plan: {matrices} matrices, {sum(len(p.routes) for p in plans)} buckets, busiest "
+        f"owner {balance:.2f} x the mean; per step a rank receives "
+        f"{sum(elements) / world_size:,.0f} elements on average, {max(elements):,} at most; "
+        f"exchange buffers {engine.buffers.nbytes / _MIB:.1f} MiB"
+    )
+
+
+def _digest(table: RoutingTable) -> str:
+    text = repr(sorted((r.name, r.shape, r.placements) for r in table.routes.values()))
+    muon = sum(r.is_muon for r in table.routes.values())
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{muon} of {len(table.routes)} parameters on Muon, {digest}"

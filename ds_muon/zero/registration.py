@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registration: make DeepSpeed build DMuon when, and only when, a config asks for it.
+
+Owns: two wrapped methods of DeepSpeedEngine, which pass every other optimizer through untouched,
+and one entry in ZeRO's list of supported optimizers. They are installed the first time somebody
+looks up torch.optim.DMuon, which DeepSpeed does before it builds an optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+from ds_muon.optimizer import MatrixOwnerOptimizer
+from ds_muon.zero.attach import bind_optimizer, build_optimizer
+
+TYPE_NAME = "DMuon"
+
+
+def install() -> None:
+    """Hook the engine class; a second call does nothing."""
+    if MatrixOwnerOptimizer in ZERO_SUPPORTED_OPTIMIZERS:
+        return
+    ZERO_SUPPORTED_OPTIMIZERS.append(MatrixOwnerOptimizer)
+    build_basic = DeepSpeedEngine._configure_basic_optimizer
+    configure = DeepSpeedEngine._configure_optimizer
+
+    @functools.wraps(build_basic)
+    def _configure_basic_optimizer(self: Any, model_parameters: Iterable[Any]) -> Any:
+        if str(self.optimizer_name()).lower() != TYPE_NAME.lower():
+            return build_basic(self, model_parameters)
+        return build_optimizer(self, model_parameters)
+
+    @functools.wraps(configure)
+    def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> None:
+        configure(self, client_optimizer, model_parameters)
+        if isinstance(self.basic_optimizer, MatrixOwnerOptimizer):
+            bind_optimizer(self, self.basic_optimizer)
+
+    DeepSpeedEngine._configure_basic_optimizer = _configure_basic_optimizer
+    DeepSpeedEngine._configure_optimizer = _configure_optimizer

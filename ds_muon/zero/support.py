@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Support: every DeepSpeed regime is exact and tested, or refused at start by one rule here.
+
+Owns: the table of regimes; docs/support.md is generated from it (scripts/gen_docs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.utils import groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A regime that is not exact yet.
+
+    Attributes:
+        regime: its name.
+        key: what in ds_config.json, or in the call, asks for it.
+        remedy: what to do instead.
+        is_asked: whether an engine under construction asks for it.
+    """
+
+    regime: str
+    key: str
+    remedy: str
+    is_asked: Callable[[Any], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supported:
+    """A regime whose parity with a one-process reference is tested, and the test."""
+
+    regime: str
+    precision: str
+    test: str
+
+
+SUPPORTED: tuple[Supported, ...] = (
+    Supported(
+        regime="no ZeRO (stage 0)",
+        precision="fp32, bf16, fp16",
+        test="tests/dist/test_parity.py, test_fp16.py",
+    ),
+    Supported(
+        regime="ZeRO-1",
+        precision="fp32, bf16, fp16",
+        test="tests/dist/test_parity.py, test_fp16.py",
+    ),
+    Supported(
+        regime="ZeRO-1 with fp32 gradient accumulation (BF16_Optimizer)",
+        precision="bf16",
+        test="tests/dist/test_layouts.py, test_checkpoint.py",
+    ),
+    Supported(
+        regime="ZeRO-2",
+        precision="fp32, bf16, fp16",
+        test="tests/dist/test_parity.py, test_fp16.py",
+    ),
+    Supported(
+        regime="ZeRO-3, with and without zero.Init, any sub_group_size",
+        precision="fp32, bf16, fp16",
+        test="tests/dist/test_parity.py, test_layouts.py, test_fp16.py",
+    ),
+)
+
+
+def _zero(engine: Any) -> Any:
+    return engine._config.zero_config
+
+
+def _offload(engine: Any, which: str) -> Any:
+    config = getattr(_zero(engine), f"offload_{which}")
+    return None if config is None else config.device
+
+
+def _expert_parallel(engine: Any) -> bool:
+    config = engine._config.expert_parallel_config
+    return engine.has_moe_layers or bool(config is not None and config.enabled)
+
+
+def _model_parallel(engine: Any) -> bool:
+    mpu = engine.mpu
+    size = getattr(mpu, "get_model_parallel_world_size", lambda: 1)
+    return mpu is not None and size() > 1
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        regime="automatic tensor parallelism (AutoTP)",
+        key="tensor_parallel.autotp_size",
+        remedy="set it to 1 or remove tensor_parallel",
+        is_asked=lambda e: e.autotp_size() > 1,
+    ),
+    Refusal(
+        regime="tensor parallelism by a model-parallel unit",
+        key="deepspeed.initialize(mpu=...)",
+        remedy="train without model parallelism",
+        is_asked=_model_parallel,
+    ),
+    Refusal(
+        regime="expert parallelism (DeepSpeed MoE layers, AutoEP)",
+        key="deepspeed.moe.layer.MoE, expert_parallel.enabled",
+        remedy="keep experts as ordinary parameters, which every ZeRO stage shards",
+        is_asked=_expert_parallel,
+    ),
+    Refusal(
+        regime="pipeline parallelism",
+        key="deepspeed.pipe.PipelineModule",
+        remedy="train without a PipelineModule",
+        is_asked=lambda e: e.pipeline_parallelism,
+    ),
+    Refusal(
+        regime="sequence parallelism (Ulysses)",
+        key="sequence_parallel_size",
+        remedy="set it to 1",
+        is_asked=lambda e: groups._get_sequence_parallel_world_size() > 1,
+    ),
+    Refusal(
+        regime="hierarchical partitioning (ZeRO++ hpZ)",
+        key="zero_optimization.zero_hpz_partition_size",
+        remedy="set it to 1",
+        is_asked=lambda e: _zero(e).zero_hpz_partition_size > 1,
+    ),
+    Refusal(
+        regime="quantized ZeRO++",
+        key="zero_optimization.zero_quantized_weights / _nontrainable_weights / _gradients",
+        remedy="set them to false",
+        is_asked=lambda e: (
+            _zero(e).zero_quantized_weights
+            or _zero(e).zero_quantized_nontrainable_weights
+            or _zero(e).zero_quantized_gradients
+        ),
+    ),
+    Refusal(
+        regime="ZenFlow",
+        key="zero_optimization.zenflow",
+        remedy="remove it",
+        is_asked=lambda e: _zero(e).zenflow is not None,
+    ),
+    Refusal(
+        regime="SuperOffload",
+        key="zero_optimization.offload_optimizer.super_offload",
+        remedy="set it to false",
+        is_asked=lambda e: bool(e.super_offload()),
+    ),
+    Refusal(
+        regime="optimizer offload",
+        key="zero_optimization.offload_optimizer.device",
+        remedy="set it to none",
+        is_asked=lambda e: _offload(e, "optimizer") not in (None, OffloadDeviceEnum.none),
+    ),
+    Refusal(
+        regime="parameter offload",
+        key="zero_optimization.offload_param.device",
+        remedy="set it to none",
+        is_asked=lambda e: _offload(e, "param") not in (None, OffloadDeviceEnum.none),
+    ),
+    Refusal(
+        regime="low-precision master weights, gradients or optimizer states",
+        key="fp16.fp16_master_weights_and_grads, bf16.bf16_master_weights_and_grads, "
+        "bf16.bf16_optimizer_states",
+        remedy="set them to false",
+        is_asked=lambda e: (
+            e.fp16_master_weights_and_gradients()
+            or e.bf16_master_weights_and_gradients()
+            or e.bf16_optimizer_states()
+        ),
+    ),
+    Refusal(
+        regime="torch autocast",
+        key="torch_autocast.enabled",
+        remedy="use bf16.enabled or fp16.enabled",
+        is_asked=lambda e: e.torch_autocast_enabled(),
+    ),
+    Refusal(
+        regime="elastic checkpoints",
+        key="zero_optimization.elastic_checkpoint",
+        remedy="set it to false",
+        is_asked=lambda e: e.zero_elastic_checkpoint(),
+    ),
+    Refusal(
+        regime="DeepCompile",
+        key="compile.deepcompile",
+        remedy="set it to false; torch.compile of the model is fine",
+        is_asked=lambda e: e.is_deepcompile_enabled(),
+    ),
+)
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """Stop before anything is built, if the engine asks for a regime that is not exact.
+
+    Raises:
+        ValueError: names the regime, its key and the remedy.
+    """
+    for refusal in REFUSALS:
+        if refusal.is_asked(engine):
+            raise ValueError(
+                f"DMuon does not support {refusal.regime} ({refusal.key}); {refusal.remedy}. "
+                "docs/support.md lists what it supports"
+            )
+
+
+def support_tables() -> str:
+    """Return the two tables of docs/support.md, in Markdown."""
+    lines = ["| regime | precision | parity tested in |", "|---|---|---|"]
+    lines += [f"| {s.regime} | {s.precision} | {s.test} |" for s in SUPPORTED]
+    lines += ["", "| refused at start | asked for by | instead |", "|---|---|---|"]
+    lines += [f"| {r.regime} | `{r.key}` | {r.remedy} |" for r in REFUSALS]
+    return "\n".join(lines) + "\n"

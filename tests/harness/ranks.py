@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks: real gloo processes, started once per world size and reused by every test.
+
+`run(world_size, fn, ...)` calls fn(**kwargs) on every rank and returns the ranks' results. A rank
+that raises, or a rank that does not answer in time, ends the test with its traceback or its name,
+and the pool of that size is started anew for the next test.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "deepspeed", "tests.harness.training"])
+# The rendezvous and every collective of a test; a hang surfaces as a time-out of the test.
+_COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+
+
+class RankPool:
+    """`world_size` processes that run one function after another."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks")
+        rendezvous = os.path.join(self._folder.name, "store")
+        self._ends: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            here, there = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(
+                target=_serve, args=(there, rank, world_size, rendezvous), daemon=True
+            )
+            process.start()
+            there.close()
+            self._ends.append(here)
+            self._processes.append(process)
+
+    def run(
+        self, fn: Callable[..., Any], kwargs: dict[str, Any], *, timeout_s: float, threads: int
+    ) -> list[Any]:
+        """Run `fn` on all ranks; raises AssertionError naming the rank that failed or hung."""
+        test = os.environ.get("PYTEST_CURRENT_TEST", fn.__name__)
+        for end in self._ends:
+            end.send((fn, kwargs, threads))
+        deadline = time.monotonic() + timeout_s
+        results: dict[int, Any] = {}
+        failures: list[str] = []
+        while len(results) + len(failures) < self.world_size:
+            waiting = [r for r in range(self.world_size) if r not in results]
+            ready = multiprocessing.connection.wait(
+                [self._ends[r] for r in waiting], timeout=max(0.0, deadline - time.monotonic())
+            )
+            if not ready:
+                raise AssertionError(f"{test}: ranks {waiting} did not answer in {timeout_s} s")
+            for rank in waiting:
+                if self._ends[rank] in ready:
+                    ok, payload = _receive(self._ends[rank])
+                    if not ok:
+                        raise AssertionError(f"{test}: rank {rank} of {self.world_size}\n{payload}")
+                    results[rank] = payload
+        return [results[rank] for rank in range(self.world_size)]
+
+    def kill(self) -> None:
+        """End all ranks at once."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._folder.cleanup()
+
+
+_POOLS: dict[int, RankPool] = {}
+
+
+def run(
+    world_size: int,
+    fn: Callable[..., Any],
+    *,
+    timeout_s: float = 120.0,
+    threads: int = 1,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run `fn(**kwargs)` on `world_size` ranks and return their results in rank order."""
+    if world_size not in _POOLS:
+        _POOLS[world_size] = RankPool(world_size)
+    try:
+        return _POOLS[world_size].run(fn, kwargs, timeout_s=timeout_s, threads=threads)
+    except BaseException:
+        _POOLS.pop(world_size).kill()
+        raise
+
+
+@atexit.register
+def _kill_all() -> None:
+    while _POOLS:
+        _POOLS.popitem()[1].kill()
+
+
+def _receive(end: Connection) -> tuple[bool, Any]:
+    try:
+        ok, data = end.recv()
+    except (EOFError, ConnectionResetError):
+        return False, "the process ended without an answer"
+    return ok, torch.load(io.BytesIO(data), weights_only=False) if ok else data
+
+
+def _serve(end: Connection, rank: int, world_size: int, rendezvous: str) -> None:
+    import deepspeed
+
+    warnings.simplefilter("ignore")
+    os.environ.update(
+        DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size)
+    )
+    deepspeed.logger.setLevel("WARNING")
+    deepspeed.init_distributed(
+        dist_backend="gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=world_size,
+        timeout=_COLLECTIVE_TIMEOUT,
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
+    while True:
+        try:
+            fn, kwargs, threads = end.recv()
+        except EOFError:
+            return
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        try:
+            buffer = io.BytesIO()
+            torch.save(fn(**kwargs), buffer)
+            end.send((True, buffer.getvalue()))
+        except BaseException:
+            end.send((False, traceback.format_exc()))

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training under DeepSpeed on the ranks of a pool: engines, weights by name, counters."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor
+
+import ds_muon.step
+from tests.harness import models
+
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "all_gather",
+    "all_gather_coalesced",
+    "reduce_scatter_tensor",
+    "reduce_scatter",
+    "all_to_all_single",
+    "broadcast",
+    "reduce",
+)
+
+
+def ds_config(
+    stage: int,
+    *,
+    params: dict[str, Any],
+    dtype: str = "fp32",
+    clip: float = 0.0,
+    accumulation: int = 1,
+    zero: dict[str, Any] | None = None,
+    batch: int = models.GLOBAL_BATCH,
+    **extra: Any,
+) -> dict[str, Any]:
+    """A ds_config.json for the current world."""
+    world = torch.distributed.get_world_size()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": batch // world // accumulation,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        "optimizer": {"type": "DMuon", "params": params},
+        "zero_optimization": {"stage": stage, **(zero or {})},
+        **extra,
+    }
+    if dtype != "fp32":
+        config.setdefault(dtype, {"enabled": True})
+    return config
+
+
+def start_engine(
+    config: dict[str, Any], *, model: str = "llama", zero_init: bool = False, groups: Any = None
+) -> Any:
+    """Build the model (under zero.Init if asked) and initialise DeepSpeed on it."""
+    context = (
+        deepspeed.zero.Init(config_dict_or_path=config) if zero_init else contextlib.nullcontext()
+    )
+    with context:
+        module = models.build(model)
+    with fp16_on_cpu():
+        engine, *_ = deepspeed.initialize(
+            model=module, model_parameters=groups or module.parameters(), config=config
+        )
+    return engine
+
+
+@contextlib.contextmanager
+def fp16_on_cpu() -> Iterator[None]:
+    """DeepSpeed refuses fp16 on a CPU without fp16 products; the tests only need it to be right."""
+    accelerator = deepspeed.get_accelerator()
+    with mock.patch.object(accelerator, "is_fp16_supported", lambda: True):
+        yield
+
+
+def train_steps(engine: Any, batches: list[Tensor]) -> list[float]:
+    """Run one optimizer step per global batch; return this rank's losses."""
+    losses = []
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for batch in batches:
+        own = batch.chunk(world)[rank] if world > 1 else batch
+        for micro in own.chunk(engine.gradient_accumulation_steps()):
+            loss = engine(micro)
+            engine.backward(loss)
+            engine.step()
+        losses.append(float(loss))
+    return losses
+
+
+def masters(engine: Any) -> dict[str, Tensor]:
+    """Whole fp32 master weights by name; a collective."""
+    wrapper = engine.optimizer
+    named = dict(engine.module.named_parameters())
+    if hasattr(wrapper, "fp16_groups") and hasattr(wrapper, "fp32_groups"):
+        copies = {
+            id(p): q
+            for ps, qs in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
+            for p, q in zip(ps, qs, strict=True)
+        }
+        return {n: copies[id(p)].detach().clone() for n, p in named.items() if id(p) in copies}
+    if wrapper is engine.basic_optimizer:
+        return {n: p.detach().clone() for n, p in named.items()}
+    return {n: safe_get_full_fp32_param(p).clone() for n, p in named.items() if p.requires_grad}
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """Hash of the bits of all tensors."""
+    sha = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        sha.update(name.encode())
+        sha.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+@contextlib.contextmanager
+def counting_newton_schulz() -> Iterator[list[tuple[int, ...]]]:
+    """Collect the shape of every matrix that this rank orthogonalises."""
+    shapes: list[tuple[int, ...]] = []
+    real = ds_muon.step.orthogonalize
+
+    def counted(matrix: Tensor, spec: Any) -> Tensor:
+        shapes.append(tuple(matrix.shape))
+        return real(matrix, spec)
+
+    with mock.patch.object(ds_muon.step, "orthogonalize", counted):
+        yield shapes
+
+
+@contextlib.contextmanager
+def counting_collectives() -> Iterator[dict[str, Counter[str]]]:
+    """Count DeepSpeed's collectives: calls, and elements received (all_to_all: from peers only)."""
+    backend = deepspeed.comm.comm.cdb
+    counts: dict[str, Counter[str]] = {"calls": Counter(), "elements": Counter()}
+    rank = torch.distributed.get_rank()
+
+    def counted(name: str, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts["calls"][name] += 1
+            splits = kwargs.get("output_split_sizes")
+            if splits:
+                counts["elements"][name] += sum(splits) - splits[rank]
+            else:
+                tensor = next(
+                    t for t in (*args, *kwargs.values()) if isinstance(t, (Tensor, list, tuple))
+                )
+                tensors = [tensor] if isinstance(tensor, Tensor) else tensor
+                counts["elements"][name] += sum(t.numel() for t in tensors)
+            return real(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in COLLECTIVES:
+            if hasattr(backend, name):
+                real = getattr(backend, name)
+                stack.enter_context(mock.patch.object(backend, name, counted(name, real)))
+        yield counts
