@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch  # noqa: F401  # register() hangs on torch.optim, whichever is imported first
+
 from ds_muon.autoload import register
 
 if TYPE_CHECKING:

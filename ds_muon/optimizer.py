@@ -62,8 +62,13 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
         TypeError: constructed with bare parameters instead of through ds_config.json.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], config: DMuonConfig) -> None:
-        if not isinstance(config, DMuonConfig):
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        config: DMuonConfig | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(config, DMuonConfig) or options:
             raise TypeError(
                 'DMuon is built by DeepSpeed from ds_config.json: {"optimizer": {"type": "DMuon", '
                 '"params": {...}}}; it cannot be constructed from bare parameters'

@@ -66,19 +66,10 @@ def start_engine(
     )
     with context:
         module = models.build(model)
-    with fp16_on_cpu():
-        engine, *_ = deepspeed.initialize(
-            model=module, model_parameters=groups or module.parameters(), config=config
-        )
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=groups or module.parameters(), config=config
+    )
     return engine
-
-
-@contextlib.contextmanager
-def fp16_on_cpu() -> Iterator[None]:
-    """DeepSpeed refuses fp16 on a CPU without fp16 products; the tests only need it to be right."""
-    accelerator = deepspeed.get_accelerator()
-    with mock.patch.object(accelerator, "is_fp16_supported", lambda: True):
-        yield
 
 
 def train_steps(engine: Any, batches: list[Tensor]) -> list[float]:

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small byte-level language model and real text that every machine has: Python's own library."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+CONTEXT = 128
+
+
+def stdlib_text(*, max_bytes: int = 4_000_000) -> tuple[Tensor, Tensor]:
+    """Read the standard library's source files; every 20th file is held out.
+
+    Returns:
+        Training and held-out bytes, 1-D uint8.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
+    files = [f for f in sorted(root.rglob("*.py")) if not skipped & set(f.relative_to(root).parts)]
+    parts: dict[bool, bytearray] = {False: bytearray(), True: bytearray()}
+    for index, file in enumerate(files):
+        parts[index % 20 == 19] += file.read_bytes()
+        if len(parts[False]) > max_bytes:
+            break
+    train, held_out = (torch.frombuffer(parts[k], dtype=torch.uint8) for k in (False, True))
+    return train, held_out
+
+
+def sample(text: Tensor, batch: int, generator: torch.Generator) -> Tensor:
+    """Draw (batch, CONTEXT + 1) windows as int64 tokens."""
+    starts = torch.randint(0, len(text) - CONTEXT - 1, (batch,), generator=generator)
+    return torch.stack([text[s : s + CONTEXT + 1] for s in starts.tolist()]).long()
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+        self.up_proj = nn.Linear(width, 4 * width, bias=False)
+        self.down_proj = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        h = self.norm_1(x)
+        q, k, v = (
+            p(h).view(batch, length, self.heads, -1).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o_proj(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down_proj(nn.functional.gelu(self.up_proj(self.norm_2(x))))
+
+
+class ByteLM(nn.Module):
+    """Returns the mean cross-entropy, in nats per byte, of predicting each next byte."""
+
+    def __init__(self, *, width: int = 128, heads: int = 4, layers: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        self.position = nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.lm_head = nn.Linear(width, 256, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        positions = torch.arange(inputs.shape[1], device=tokens.device)
+        x = self.embed(inputs) + self.position(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.lm_head(self.norm(x)).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train the byte-level model with any ds_config.json.
+
+    deepspeed --num_gpus 2 scripts/train.py --deepspeed_config ds_config_examples/zero2.json
+
+Nothing here knows of ds_muon: the optimizer is the config's. `--optimizer AdamW` runs the same
+config with that one word changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from byte_lm import CONTEXT, ByteLM, sample, stdlib_text
+from tqdm import tqdm
+
+EVAL_BATCHES, EVAL_BATCH = 8, 32
+ADAMW_KEYS = ("lr", "weight_decay", "betas", "eps")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--eval_every", type=int, default=40)
+    parser.add_argument("--optimizer", help="use this type instead of the config's")
+    parser.add_argument("--lr", type=float, help="use this lr instead of the config's")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/train"))
+    parser.add_argument("--no_checkpoint", action="store_true")
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser = deepspeed.add_config_arguments(parser)
+    return parser.parse_args()
+
+
+def load_config(args: argparse.Namespace) -> dict[str, Any]:
+    config = json.loads(Path(args.deepspeed_config).read_text())
+    args.deepspeed_config = None
+    optimizer = config["optimizer"]
+    if args.optimizer:
+        optimizer["type"] = args.optimizer
+        if "muon" not in args.optimizer.lower():
+            params = optimizer["params"]
+            optimizer["params"] = {k: params[k] for k in ADAMW_KEYS if k in params}
+    if args.lr is not None:
+        optimizer["params"]["lr"] = args.lr
+    return config
+
+
+@torch.no_grad()
+def held_out_loss(engine: Any, text: torch.Tensor) -> float:
+    """Mean loss in nats per byte over fixed held-out windows, shared among the ranks."""
+    engine.eval()
+    generator = torch.Generator().manual_seed(1234)
+    total = torch.zeros((), device=engine.device)
+    for _ in range(EVAL_BATCHES):
+        own = sample(text, EVAL_BATCH, generator).chunk(engine.world_size)[engine.global_rank]
+        total += engine(own.to(engine.device))
+    engine.train()
+    deepspeed.comm.all_reduce(total)
+    return float(total) / EVAL_BATCHES / engine.world_size
+
+
+def main() -> None:
+    args = parse_arguments()
+    config = load_config(args)
+    train_text, held_out_text = stdlib_text()
+    torch.manual_seed(args.seed)
+    model = ByteLM()
+    engine, *_ = deepspeed.initialize(
+        args=args, model=model, model_parameters=model.parameters(), config=config
+    )
+    micro = engine.train_micro_batch_size_per_gpu()
+    generator = torch.Generator().manual_seed(args.seed * 1000 + engine.global_rank)
+    is_first = engine.global_rank == 0
+    log: list[dict[str, float]] = []
+    tokens_per_step = engine.train_batch_size() * CONTEXT
+    bar = tqdm(total=args.steps, disable=not is_first, unit="step", mininterval=1.0)
+    training_s = 0.0
+    for step in range(1, args.steps + 1):
+        started = time.perf_counter()
+        for _ in range(engine.gradient_accumulation_steps()):
+            loss = engine(sample(train_text, micro, generator).to(engine.device))
+            engine.backward(loss)
+            engine.step()
+        train_loss = float(loss.detach())
+        training_s += time.perf_counter() - started
+        bar.update()
+        bar.set_postfix(
+            loss=f"{train_loss:.3f}", tok_s=f"{step * tokens_per_step / training_s:,.0f}"
+        )
+        if step % args.eval_every == 0 or step == args.steps:
+            held_out = held_out_loss(engine, held_out_text)
+            log.append({"step": step, "train": train_loss, "held_out": held_out})
+            if is_first:
+                bar.write(f"step {step}: train {train_loss:.4f}, held-out {held_out:.4f}")
+    bar.close()
+    if not args.no_checkpoint:
+        engine.save_checkpoint(str(args.out / "checkpoint"))
+    if is_first:
+        args.out.mkdir(parents=True, exist_ok=True)
+        summary = {
+            "optimizer": config["optimizer"],
+            "steps": args.steps,
+            "seed": args.seed,
+            "tokens_per_second": args.steps * tokens_per_step / training_s,
+            "log": log,
+        }
+        (args.out / "metrics.json").write_text(json.dumps(summary, indent=1) + "\n")
+        kind, lr = config["optimizer"]["type"], config["optimizer"]["params"].get("lr")
+        print(
+            f"{kind} lr {lr}: held-out loss {log[-1]['held_out']:.4f} nats/byte after {args.steps} "
+            f"steps, {summary['tokens_per_second']:,.0f} tokens/s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

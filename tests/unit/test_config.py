@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from ds_muon.config import DMuonConfig, parse, reserved_keys
+from ds_muon.ortho.recipes import resolve
+
+
+def test_defaults_are_the_contract() -> None:
+    config = parse({})
+    assert (config.lr, config.weight_decay, config.momentum) == (1e-3, 0.1, 0.95)
+    assert (config.betas, config.eps, config.recipe) == ((0.9, 0.95), 1e-8, "moonlight")
+    assert (config.workspace_mb, config.max_inflight_buckets) == (512, 1)
+    assert config == parse(None)
+
+
+def test_the_configuration_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        parse({}).lr = 1.0
+
+
+@pytest.mark.parametrize(
+    ("params", "parts"),
+    [
+        ({"lrr": 1e-3}, ["optimizer.params.lrr", "'lr'"]),
+        ({"momentm": 0.9}, ["momentm", "'momentum'"]),
+        ({"zzz": 1}, ["zzz", "valid keys"]),
+        ({"recipe": "moonligth"}, ["optimizer.params.recipe", "'moonlight'"]),
+        ({"lr": "auto"}, ["optimizer.params.lr", '"auto"', "write a value"]),
+        ({"momentum": "auto"}, ["optimizer.params.momentum", '"auto"']),
+        ({"weight_decay": -0.1}, ["optimizer.params.weight_decay", "-0.1"]),
+        ({"momentum": 1.0}, ["optimizer.params.momentum", "less than 1"]),
+        ({"betas": [0.9, 1.5]}, ["betas", "[0.9, 1.5]"]),
+        ({"lr": "fast"}, ["optimizer.params.lr", "'fast'"]),
+        ({"lr": 0.0, "muon_lr": 1e-3}, ["muon_lr", "lr = 0.0"]),
+        ({"hsdp": {"shardsize": 2}}, ["optimizer.params.hsdp"]),
+        ({"split": {"*": {"rows": []}}}, ["split['*'].rows"]),
+        ({"split": {"*": {"heads": True}}}, ["split['*'].heads"]),
+        ({"split": {"*": {"rows": [1], "heads": 2}}}, ["split['*']"]),
+    ],
+)
+def test_an_error_names_key_rule_and_remedy(params: dict, parts: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        parse(params)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_zero_and_false_are_values_and_null_is_not() -> None:
+    config = parse({"weight_decay": 0.0, "nesterov": False, "eps": None, "muon_lr": 0.0})
+    assert config.weight_decay == 0.0
+    assert config.muon_lr == 0.0
+    assert config.eps == 1e-8
+    assert resolve(config).nesterov is False
+
+
+AWAY_FROM_DEFAULT = {
+    "ns_backend": "compile",
+    "exchange": "p2p",
+    "owner_costs": "costs.json",
+    "max_inflight_buckets": 2,
+    "reshard_after_forward": True,
+    "param_source": "owner_broadcast",
+    "hide_param_gather": True,
+    "hsdp": {"shard_size": 2},
+    "qk_clip": {"tau": 100},
+    "verify_every": 10,
+    "metrics": {"log": True},
+    "per_head_muon": True,
+}
+
+
+def test_reserved_keys_are_validated_and_refused_only_away_from_their_default() -> None:
+    assert set(AWAY_FROM_DEFAULT) == set(reserved_keys())
+    for key, value in AWAY_FROM_DEFAULT.items():
+        with pytest.raises(ValueError, match=key):
+            parse({key: value})
+        for allowed in reserved_keys()[key]:
+            assert getattr(parse({key: allowed}), key) == allowed
+
+
+def test_keys_of_the_built_in_are_accepted() -> None:
+    built_in = {
+        "lr": 2e-2,
+        "muon_lr": 2e-2,
+        "adam_lr": 3e-4,
+        "momentum": 0.95,
+        "weight_decay": 0.0,
+        "betas": [0.9, 0.999],
+        "eps": 1e-10,
+        "ns_method": "standard",
+        "adam_w_mode": True,
+        "torch_adam": True,
+        "fp32_optimizer_states": True,
+        "per_head_muon": False,
+    }
+    config = parse(built_in)
+    assert config.adam_lr == 3e-4
+    assert resolve(config).gram_from is None
+
+
+def test_the_list_of_keys_is_the_contract() -> None:
+    """A key is an interface: adding or dropping one has to be said here."""
+    assert len(DMuonConfig.model_fields) == 41
