@@ -85,7 +85,9 @@ class CheckpointHeader:
                 f"up to {ENTRY_VERSION}; install a newer ds_muon"
             )
         own = self.as_entry(leaves)
-        for key in ("world_size", "rank", "stage", "wrapper"):
+        # Without ZeRO every leaf is whole, and rank 0's file serves every rank of any world.
+        shape_of_run = ("stage", "wrapper", "world_size") if self.stage else ("stage", "wrapper")
+        for key in shape_of_run:
             if entry[key] != own[key]:
                 raise ValueError(
                     f"DMuon: the checkpoint was saved with {key} = {entry[key]}, this run has "

@@ -132,7 +132,7 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
         return LeafStep(
             weights=leaf.detach().view(-1),
             momentum=self.state[leaf]["momentum_buffer"].view(-1),
-            grad=grad.reshape(-1),
+            grad=grad.reshape(-1).float(),
             lr=group["lr"] * group["lr_ratio"],
             weight_decay=group["weight_decay"],
             mu=group["momentum"],
@@ -165,15 +165,24 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state is another optimizer's, or of another world, stage or model.
         """
-        if self._binding is None:
-            raise ValueError("DMuon: load a checkpoint after deepspeed.initialize, not before")
-        leaves = list(self._leaves())
-        self._binding.header.require_same(state_dict.get("ds_muon"), leaves)
+        leaves = self.require_own(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: saved[key] for key in _LOADED_KEYS if key in saved})
         for index, leaf in enumerate(leaves):
             for key, value in self.state[leaf].items():
                 value.copy_(state_dict["state"][index][key])
+
+    def require_own(self, state_dict: Mapping[str, Any]) -> list[Tensor]:
+        """Check that a state dict is of this very run's shape; return the leaves it is for.
+
+        Raises:
+            ValueError: see `load_state_dict`; nothing has been changed.
+        """
+        if self._binding is None:
+            raise ValueError("DMuon: load a checkpoint after deepspeed.initialize, not before")
+        leaves = list(self._leaves())
+        self._binding.header.require_same(state_dict.get("ds_muon"), leaves)
+        return leaves
 
     def _leaves(self) -> Iterator[Tensor]:
         """Leaves in the numbering of torch's state dict."""

@@ -107,7 +107,7 @@ class RoutingTable:
             reasons["frozen (requires_grad is false)"] = self.num_frozen_matrices
         told = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
         return (
-            "DMuon trains NO matrix with Muon: every one was ruled out, so this run is plain "
+            "NO matrix is trained with Muon: every one was ruled out, so this run is plain "
             f"AdamW. Ruled out: {told}"
         )
 

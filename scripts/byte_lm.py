@@ -72,6 +72,11 @@ class ByteLM(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
         self.lm_head = nn.Linear(width, 256, bias=False)
+        # GPT-2's initialisation: N(0, 0.02), projections onto the residual stream scaled down.
+        for name, param in self.named_parameters():
+            if param.ndim > 1:
+                into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(param, std=0.02 / (2 * layers) ** (0.5 * into_residual))
 
     def forward(self, tokens: Tensor) -> Tensor:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]

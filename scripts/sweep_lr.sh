@@ -13,5 +13,5 @@ run() {
     tail -5 "$out/$1_$2.log" | grep "held-out loss"
 }
 mkdir -p "$out"
-for lr in 1e-3 2e-3 4e-3 8e-3 1.6e-2; do run AdamW "$lr"; done
-for lr in 1e-3 3e-3 6e-3 1.2e-2 2.4e-2; do run DMuon "$lr"; done
+for lr in 5e-4 1e-3 2e-3 4e-3 8e-3; do run AdamW "$lr"; done
+for lr in 1e-3 2e-3 3e-3 6e-3 1.2e-2 2.4e-2 4.8e-2; do run DMuon "$lr"; done

@@ -8,6 +8,7 @@ that a problem on one rank stops every rank with a clear error instead of a hang
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,12 +18,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.utils import log_dist, logger
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_muon.checkpoint import CheckpointHeader
 from ds_muon.comm.agreement import require_agreement
 from ds_muon.config import DMuonConfig, parse
 from ds_muon.groups import RoutedGroup, build_groups
+from ds_muon.log import say
 from ds_muon.optimizer import MUON, Binding, MatrixOwnerOptimizer
 from ds_muon.ortho.newton_schulz import arithmetic_for
 from ds_muon.ortho.recipes import OrthoSpec, resolve
@@ -73,9 +75,9 @@ def build_optimizer(engine: Any, model_parameters: Iterable[Any]) -> MatrixOwner
     if prepared is None:
         raise AssertionError("agreement passed a rank with a problem")
     warning = table.require_matrices()
-    log_dist(f"DMuon routing ({prepared.config.recipe})\n{table.report()}", ranks=[0])
-    if warning and transport.rank == 0:
-        logger.warning(warning)
+    say(f"routing, recipe {prepared.config.recipe}\n{table.report()}", rank=transport.rank)
+    if warning:
+        say(warning, rank=transport.rank, level=logging.WARNING)
     optimizer = MatrixOwnerOptimizer([g.as_param_group() for g in prepared.groups], prepared.config)
     optimizer.preparation = prepared
     return optimizer
@@ -91,8 +93,8 @@ def _prepare(
         facts[f"{package} version"] = version(package)
     config = parse(engine.optimizer_params())
     facts.update((f"optimizer.params.{k}", repr(v)) for k, v in config)
-    user_config = engine._config._param_dict
-    facts.update((key, repr(user_config.get(key))) for key in _COMPARED_SECTIONS)
+    written = seams.user_config(engine)
+    facts.update((key, repr(written.get(key))) for key in _COMPARED_SECTIONS)
     refuse_unsupported(engine)
     spec = resolve(config)
     device = torch.device(get_accelerator().current_device_name())
@@ -139,14 +141,15 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         )
     )
     _correct_wrapper(engine)
-    log_dist(_describe(plans, step_engine, prepared), ranks=[0])
+    say(_describe(plans, step_engine, prepared), rank=transport.rank)
     for plan in plans:
         for matrix in plan.oversize:
-            log_dist(
-                f"DMuon: {matrix.matrix} needs {matrix.need_bytes / _MIB:.0f} MiB on its owner, "
+            say(
+                f"{matrix.matrix} needs {matrix.need_bytes / _MIB:.0f} MiB on its owner, "
                 f"more than workspace_mb = {prepared.config.workspace_mb}; it runs alone. Raise "
                 "workspace_mb, or set adamw_above_mb to train it with AdamW",
-                ranks=[0],
+                rank=transport.rank,
+                level=logging.WARNING,
             )
 
 
@@ -179,9 +182,8 @@ def _correct_wrapper(engine: Any) -> None:
         seams.update_loss_scale_after_step(wrapper)
         if isinstance(wrapper, FP16_UnfusedOptimizer):
             seams.scale_loss_without_zero(engine)
-    link_states = getattr(wrapper, "_lazy_init_hp_params_optimizer_state", None)
-    if link_states is not None:
-        link_states()
+    if isinstance(wrapper, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+        seams.link_states(wrapper)
 
 
 def _header(engine: Any, prepared: Preparation, sets: Sequence[LeafSet]) -> CheckpointHeader:
@@ -217,7 +219,7 @@ def _describe(plans: Sequence[Plan], engine: StepEngine, prepared: Preparation) 
     elements = [sum(p.exchange_numel(r) for p in plans) for r in range(world_size)]
     balance = max(loads) * world_size / sum(loads) if sum(loads) else 1.0
     return (
-        f"DMuon plan: {matrices} matrices, {sum(len(p.routes) for p in plans)} buckets, busiest "
+        f"plan: {matrices} matrices, {sum(len(p.routes) for p in plans)} buckets, busiest "
         f"owner {balance:.2f} x the mean; per step a rank receives "
         f"{sum(elements) / world_size:,.0f} elements on average, {max(elements):,} at most; "
         f"exchange buffers {engine.buffers.nbytes / _MIB:.1f} MiB"

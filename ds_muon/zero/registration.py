@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from ds_muon.optimizer import MatrixOwnerOptimizer
 from ds_muon.zero.attach import bind_optimizer, build_optimizer
+from ds_muon.zero.seams import private
 
 TYPE_NAME = "DMuon"
 
@@ -26,8 +27,8 @@ def install() -> None:
     if MatrixOwnerOptimizer in ZERO_SUPPORTED_OPTIMIZERS:
         return
     ZERO_SUPPORTED_OPTIMIZERS.append(MatrixOwnerOptimizer)
-    build_basic = DeepSpeedEngine._configure_basic_optimizer
-    configure = DeepSpeedEngine._configure_optimizer
+    build_basic = private(DeepSpeedEngine, "_configure_basic_optimizer")
+    configure = private(DeepSpeedEngine, "_configure_optimizer")
 
     @functools.wraps(build_basic)
     def _configure_basic_optimizer(self: Any, model_parameters: Iterable[Any]) -> Any:

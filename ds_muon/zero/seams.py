@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seams: the private attributes of DeepSpeed and torch that are read, and the fixes on instances.
 
-Owns: one guarded accessor, the transport made of deepspeed.comm calls, and three corrections that
+Owns: one guarded accessor, the transport made of deepspeed.comm calls, and the corrections that
 apply to engines running DMuon and to no other:
 - the loss scale is updated after the step, not in its middle, so that the step in which it grows
   does not unscale by a factor that its backward never used;
 - fp16 without ZeRO scales the loss, which its optimizer then unscales;
-- fp32 without ZeRO records the gradient norm that its clipping computes.
+- fp32 without ZeRO records the gradient norm that its clipping computes;
+- ZeRO-1/2 looks at a checkpoint's optimizer entry before it judges the checkpoint's layout, and
+  links optimizer states at start and after loading, for `safe_get_full_optimizer_state`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -32,11 +35,22 @@ def private(owner: Any, name: str) -> Any:
         RuntimeError: this DeepSpeed does not have it.
     """
     if not hasattr(owner, name):
+        owner_name = owner.__name__ if isinstance(owner, type) else type(owner).__name__
         raise RuntimeError(
-            f"ds_muon relies on {type(owner).__name__}.{name}, which deepspeed "
+            f"ds_muon relies on {owner_name}.{name}, which deepspeed "
             f"{deepspeed.__version__} does not have; install deepspeed {TESTED_VERSIONS}"
         )
     return getattr(owner, name)
+
+
+def parsed_config(engine: Any) -> Any:
+    """The engine's DeepSpeedConfig."""
+    return private(engine, "_config")
+
+
+def user_config(engine: Any) -> dict[str, Any]:
+    """ds_config.json as the user wrote it."""
+    return private(parsed_config(engine), "_param_dict")
 
 
 class DeepSpeedTransport:
@@ -46,9 +60,7 @@ class DeepSpeedTransport:
     """
 
     def __init__(self) -> None:
-        self._group = torch.distributed.new_group(
-            list(range(dist.get_world_size())), timeout=_configured_timeout()
-        )
+        self._group = _exchange_group(torch.distributed.group.WORLD)
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
@@ -74,6 +86,13 @@ class DeepSpeedTransport:
         shown: list[Any] = [None] * self.world_size
         dist.all_gather_object(shown, value, group=self._group)
         return shown
+
+
+@functools.cache
+def _exchange_group(world: Any) -> Any:
+    """One communicator for the exchange of all engines that share a world."""
+    ranks = list(range(dist.get_world_size(group=world)))
+    return torch.distributed.new_group(ranks, timeout=_configured_timeout())
 
 
 def _configured_timeout() -> timedelta:
@@ -134,3 +153,28 @@ def record_clipped_norm(engine: Any) -> None:
 
     private(engine, "clip_fp32_gradients")
     engine.clip_fp32_gradients = clip_fp32_gradients
+
+
+def link_states(zero: Any) -> None:
+    """Let DeepSpeed's accessors find the states of a flat wrapper, now and after each load.
+
+    A load also names what changed since the checkpoint, where ZeRO would see only other paddings.
+    """
+    load, link, optimizer = (
+        zero.load_state_dict,
+        private(zero, "_lazy_init_hp_params_optimizer_state"),
+        zero.optimizer,
+    )
+
+    def load_then_link(
+        state_dict_list: Sequence[Any], load_optimizer_states: bool = True, **kwargs: Any
+    ) -> None:
+        if load_optimizer_states and not kwargs.get("checkpoint_folder"):
+            own = state_dict_list[dist.get_rank(group=private(zero, "dp_process_group"))]
+            optimizer.require_own(own["base_optimizer_state"])
+        load(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
+        zero._hp_optimizer_states_linked = False
+        link()
+
+    zero.load_state_dict = load_then_link
+    link()

@@ -13,6 +13,8 @@ from typing import Any
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import groups
 
+from ds_muon.zero.seams import parsed_config, private
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
@@ -70,7 +72,7 @@ SUPPORTED: tuple[Supported, ...] = (
 
 
 def _zero(engine: Any) -> Any:
-    return engine._config.zero_config
+    return parsed_config(engine).zero_config
 
 
 def _offload(engine: Any, which: str) -> Any:
@@ -79,7 +81,7 @@ def _offload(engine: Any, which: str) -> Any:
 
 
 def _expert_parallel(engine: Any) -> bool:
-    config = engine._config.expert_parallel_config
+    config = parsed_config(engine).expert_parallel_config
     return engine.has_moe_layers or bool(config is not None and config.enabled)
 
 
@@ -118,7 +120,7 @@ REFUSALS: tuple[Refusal, ...] = (
         regime="sequence parallelism (Ulysses)",
         key="sequence_parallel_size",
         remedy="set it to 1",
-        is_asked=lambda e: groups._get_sequence_parallel_world_size() > 1,
+        is_asked=lambda e: private(groups, "_get_sequence_parallel_world_size")() > 1,
     ),
     Refusal(
         regime="hierarchical partitioning (ZeRO++ hpZ)",
@@ -128,7 +130,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         regime="quantized ZeRO++",
-        key="zero_optimization.zero_quantized_weights / _nontrainable_weights / _gradients",
+        key="zero_optimization.zero_quantized_weights, zero_quantized_nontrainable_weights, "
+        "zero_quantized_gradients",
         remedy="set them to false",
         is_asked=lambda e: (
             _zero(e).zero_quantized_weights
@@ -206,10 +209,15 @@ def refuse_unsupported(engine: Any) -> None:
             )
 
 
-def support_tables() -> str:
-    """Return the two tables of docs/support.md, in Markdown."""
+def supported_table() -> str:
+    """Return the regimes that are exact, as a Markdown table."""
     lines = ["| regime | precision | parity tested in |", "|---|---|---|"]
     lines += [f"| {s.regime} | {s.precision} | {s.test} |" for s in SUPPORTED]
-    lines += ["", "| refused at start | asked for by | instead |", "|---|---|---|"]
+    return "\n".join(lines) + "\n"
+
+
+def refused_table() -> str:
+    """Return the regimes that are refused at start, as a Markdown table."""
+    lines = ["| refused at start | asked for by | instead |", "|---|---|---|"]
     lines += [f"| {r.regime} | `{r.key}` | {r.remedy} |" for r in REFUSALS]
     return "\n".join(lines) + "\n"
