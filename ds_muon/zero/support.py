@@ -46,27 +46,27 @@ SUPPORTED: tuple[Supported, ...] = (
     Supported(
         regime="no ZeRO (stage 0)",
         precision="fp32, bf16, fp16",
-        test="tests/dist/test_parity.py, test_fp16.py",
+        test="tests/distributed/test_parity.py, test_fp16.py",
     ),
     Supported(
         regime="ZeRO-1",
         precision="fp32, bf16, fp16",
-        test="tests/dist/test_parity.py, test_fp16.py",
+        test="tests/distributed/test_parity.py, test_fp16.py",
     ),
     Supported(
         regime="ZeRO-1 with fp32 gradient accumulation (BF16_Optimizer)",
         precision="bf16",
-        test="tests/dist/test_layouts.py, test_checkpoint.py",
+        test="tests/distributed/test_layouts.py, test_checkpoint.py",
     ),
     Supported(
         regime="ZeRO-2",
         precision="fp32, bf16, fp16",
-        test="tests/dist/test_parity.py, test_fp16.py",
+        test="tests/distributed/test_parity.py, test_fp16.py",
     ),
     Supported(
         regime="ZeRO-3, with and without zero.Init, any sub_group_size",
         precision="fp32, bf16, fp16",
-        test="tests/dist/test_parity.py, test_layouts.py, test_fp16.py",
+        test="tests/distributed/test_parity.py, test_layouts.py, test_fp16.py",
     ),
 )
 

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exactness: the same bits whatever the plan, and the bits of torch.optim where promised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.test_parity import train
+from tests.harness import models, ranks
+from tests.harness.training import counting_newton_schulz, ds_config, masters, start_engine
+
+PLANS: tuple[dict[str, Any], ...] = (
+    {},
+    {"owner_scope": "straddlers"},
+    {"workspace_mb": 1, "preallocate_workspace": False},
+)
+
+
+def train_with_tiny_workspace(**kwargs: Any) -> dict[str, Any]:
+    """Run on a rank: the cap in bytes instead of MiB, so that every bucket holds one matrix."""
+    from unittest import mock
+
+    import ds_muon.zero.attach as attach
+
+    with mock.patch.object(attach, "_MIB", 1):
+        return train(**kwargs)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("ns_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_plans_do_not_change_a_bit(stage: int, ns_dtype: str, threads: int) -> None:
+    digests = set()
+    for params in PLANS:
+        run = ranks.run(
+            4, train, threads=threads, stage=stage, steps=5, params={"ns_dtype": ns_dtype, **params}
+        )
+        digests |= {o["digest"] for o in run}
+    tiny = ranks.run(
+        4,
+        train_with_tiny_workspace,
+        threads=threads,
+        stage=stage,
+        steps=5,
+        params={"ns_dtype": ns_dtype},
+    )
+    digests |= {o["digest"] for o in tiny}
+    assert len(digests) == 1
+
+
+def against_torch(*, dtype: str, lr_scale: str) -> list[str]:
+    """Run on one rank: recipe torch beside torch.optim.Muon and AdamW; return what differs."""
+    params = {"lr": 1e-2, "recipe": "torch", "lr_scale": lr_scale}
+    engine = start_engine(ds_config(0, params=params, dtype=dtype))
+    twin = models.build("llama").to(engine.module.embed_tokens.weight.dtype)
+    copies = {n: torch.nn.Parameter(p.detach().float()) for n, p in twin.named_parameters()}
+    matrices = [p for n, p in copies.items() if models.is_matrix(n)]
+    decayed = [p for n, p in copies.items() if not models.is_matrix(n) and p.ndim > 1]
+    undecayed = [p for n, p in copies.items() if not models.is_matrix(n) and p.ndim <= 1]
+    muon = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn=lr_scale)
+    adamw = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": undecayed, "weight_decay": 0.0}],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+    )
+    with counting_newton_schulz() as shapes:
+        for batch in models.global_batches(5, batch=4):
+            engine.backward(engine(batch))
+            engine.step()
+            twin.zero_grad()
+            twin(batch).backward()
+            for name, p in twin.named_parameters():
+                copies[name].grad = p.grad.float()
+            muon.step()
+            adamw.step()
+            for name, p in twin.named_parameters():
+                p.data.copy_(copies[name])
+    assert len(shapes) == 14 * 5
+    found = masters(engine)
+    return [n for n in copies if not torch.equal(found[n], copies[n])]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("lr_scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_recipe_torch_has_the_bits_of_torch(dtype: str, lr_scale: str, threads: int) -> None:
+    [different] = ranks.run(1, against_torch, threads=threads, dtype=dtype, lr_scale=lr_scale)
+    assert different == []

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusals and disagreement: one clear error on every rank, in time, instead of a hang."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import models, ranks
+from tests.harness.training import ds_config, start_engine
+
+CPU = {"device": "cpu"}
+ASKED: dict[str, dict[str, Any]] = {
+    "zero_hpz_partition_size": {"stage": 3, "zero": {"zero_hpz_partition_size": 2}},
+    "zero_quantized_weights": {"stage": 3, "zero": {"zero_quantized_weights": True}},
+    "zero_quantized_gradients": {"stage": 3, "zero": {"zero_quantized_gradients": True}},
+    "offload_optimizer.device": {"stage": 2, "zero": {"offload_optimizer": CPU}},
+    "offload_param.device": {"stage": 3, "zero": {"offload_param": CPU}},
+    "super_offload": {"stage": 3, "zero": {"offload_optimizer": {**CPU, "super_offload": True}}},
+    "elastic_checkpoint": {"stage": 1, "zero": {"elastic_checkpoint": True}},
+    "torch_autocast.enabled": {
+        "stage": 2,
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+    },
+    "bf16.bf16_master_weights_and_grads": {
+        "stage": 2,
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+    },
+    "compile.deepcompile": {"stage": 3, "compile": {"deepcompile": True}},
+}
+
+
+def error_of(*, stage: int, params: dict[str, Any] | None = None, **config: Any) -> str:
+    """Run on a rank: the error of deepspeed.initialize."""
+    config.setdefault("dtype", "fp32")
+    try:
+        start_engine(ds_config(stage, params={"lr": 1e-2, **(params or {})}, **config))
+    except (ValueError, RuntimeError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("key", ASKED)
+def test_an_inexact_regime_is_refused_by_its_key(key: str) -> None:
+    for text in ranks.run(2, error_of, **ASKED[key]):
+        assert text.startswith("ValueError: DMuon does not support"), text
+        assert key in text
+        assert "docs/support.md" in text
+
+
+def every_rule() -> list[str]:
+    """Run on a rank: ask each rule about an engine that wants its regime, and about a plain one."""
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+    from ds_muon.zero import support
+
+    engine = start_engine(ds_config(2, params={"lr": 1e-2}))
+    wrong = [r.regime for r in support.REFUSALS if r.is_asked(engine)]
+    wants: dict[str, Any] = {
+        "tensor_parallel.autotp_size": {"autotp_size": lambda: 2},
+        "deepspeed.initialize(mpu=...)": {
+            "mpu": mock.Mock(get_model_parallel_world_size=lambda: 2)
+        },
+        "deepspeed.moe.layer.MoE, expert_parallel.enabled": {"has_moe_layers": True},
+        "deepspeed.pipe.PipelineModule": {"pipeline_parallelism": True},
+    }
+    for refusal in support.REFUSALS:
+        if refusal.key in wants:
+            with mock.patch.multiple(engine, **wants[refusal.key]):
+                if not refusal.is_asked(engine):
+                    wrong.append(refusal.regime)
+    zero = engine._config.zero_config
+    with mock.patch.object(engine._config, "zero_config", mock.Mock(wraps=zero, zenflow=object())):
+        rule = next(r for r in support.REFUSALS if r.key == "zero_optimization.zenflow")
+        if not rule.is_asked(engine):
+            wrong.append(rule.regime)
+    path = "ds_muon.zero.support.groups._get_sequence_parallel_world_size"
+    with mock.patch(path, lambda: 2):
+        rule = next(r for r in support.REFUSALS if r.key == "sequence_parallel_size")
+        if not rule.is_asked(engine):
+            wrong.append(rule.regime)
+    assert OffloadDeviceEnum.nvme != OffloadDeviceEnum.none
+    return wrong
+
+
+def test_rules_that_need_other_engines() -> None:
+    assert ranks.run(1, every_rule) == [[]]
+
+
+def own_params(by_rank: list[dict[str, Any]]) -> str:
+    """Run on a rank: a configuration of this rank's own."""
+    return error_of(stage=2, params=by_rank[torch.distributed.get_rank()])
+
+
+def test_ranks_with_different_configurations_say_so_on_all_ranks() -> None:
+    for text in ranks.run(2, own_params, by_rank=[{}, {"momentum": 0.9}]):
+        assert text.startswith("RuntimeError")
+        assert "optimizer.params.momentum" in text
+        assert "0.95" in text and "0.9'" in text
+
+
+def test_a_bad_key_on_one_rank_stops_all_ranks() -> None:
+    texts = ranks.run(3, own_params, by_rank=[{}, {"momentm": 0.9}, {}])
+    assert texts[1].startswith("ValueError") and "did you mean 'momentum'" in texts[1]
+    for text in (texts[0], texts[2]):
+        assert text.startswith("RuntimeError") and "rank 1" in text and "momentum" in text
+
+
+def other_version() -> str:
+    """Run on a rank: rank 1 has another torch."""
+    import ds_muon.zero.attach as attach
+
+    real = attach.version
+    rank = torch.distributed.get_rank()
+
+    def version(package: str) -> str:
+        return "9.9" if rank == 1 and package == "torch" else real(package)
+
+    with mock.patch.object(attach, "version", version):
+        return error_of(stage=2)
+
+
+def test_ranks_with_different_versions_say_so() -> None:
+    for text in ranks.run(2, other_version):
+        assert text.startswith("RuntimeError") and "torch version" in text and "9.9" in text
+
+
+def other_model() -> str:
+    """Run on a rank: rank 1 freezes a matrix."""
+    config = ds_config(2, params={"lr": 1e-2})
+    model = models.build("llama")
+    if torch.distributed.get_rank() == 1:
+        model.layers[0].up_proj.weight.requires_grad_(False)
+    try:
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_with_different_models_say_so() -> None:
+    for text in ranks.run(2, other_model):
+        assert "routing" in text and "14 of" in text and "13 of" in text
+
+
+def no_matrix() -> str:
+    """Run on a rank: a model of vectors."""
+    model = nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(4))
+    config = ds_config(1, params={"lr": 1e-2})
+    try:
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_model_without_matrices_is_an_error() -> None:
+    for text in ranks.run(2, no_matrix):
+        assert "none of the 4 trainable parameters is a matrix" in text
+        assert "AdamW" in text
+
+
+def foreign_parameter() -> str:
+    """Run on a rank."""
+    model = models.build("llama")
+    params = [*model.parameters(), nn.Parameter(torch.zeros(3, 3))]
+    try:
+        deepspeed.initialize(
+            model=model, model_parameters=params, config=ds_config(1, params={"lr": 1e-2})
+        )
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_parameter_that_is_not_the_models_is_an_error() -> None:
+    assert "not a parameter of the model" in ranks.run(1, foreign_parameter)[0]
