@@ -22,6 +22,22 @@ DOCS = ROOT / "docs"
 BEGIN, END = "<!-- begin supported -->\n", "<!-- end supported -->\n"
 
 
+RULES = """
+## Rules
+
+- A parameter without a gradient counts as having a zero one: its momentum decays, its update is the
+  momentum's, and weight decay applies. Under ZeRO-1, 2 and 3 DeepSpeed's own reduction needs every
+  rank's backward to reach the same parameters, whatever the optimizer.
+- `get_global_grad_norm()` is the norm of the raw gradient. It is None where DeepSpeed has none:
+  `compute_grad_norm: false`, and fp32 without ZeRO when `gradient_clipping` is 0.
+- A checkpoint is resumed with the same number of ranks, ZeRO stage and wrapper (without ZeRO: any
+  number of ranks). A checkpoint of another optimizer gives its weights with
+  `load_optimizer_states=False`.
+- DeepSpeed 0.19.8's `safe_get_full_*` return other parameters' elements under
+  `round_robin_gradients`, for any optimizer; training is not affected.
+"""
+
+
 def support_page() -> str:
     return (
         "# What is supported\n\n"
@@ -31,6 +47,7 @@ def support_page() -> str:
         + supported_table()
         + "\n"
         + refused_table()
+        + RULES
     )
 
 

@@ -152,13 +152,13 @@ REFUSALS: tuple[Refusal, ...] = (
         is_asked=lambda e: bool(e.super_offload()),
     ),
     Refusal(
-        regime="optimizer offload",
+        regime="optimizer offload (CPU, NVMe, a partial ratio)",
         key="zero_optimization.offload_optimizer.device",
         remedy="set it to none",
         is_asked=lambda e: _offload(e, "optimizer") not in (None, OffloadDeviceEnum.none),
     ),
     Refusal(
-        regime="parameter offload",
+        regime="parameter offload (CPU, NVMe)",
         key="zero_optimization.offload_param.device",
         remedy="set it to none",
         is_asked=lambda e: _offload(e, "param") not in (None, OffloadDeviceEnum.none),

@@ -180,5 +180,3 @@ def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for text in ranks.run(2, other_optimizer, folder=folder):
             assert "not written by DMuon" in text
-
-

@@ -61,17 +61,20 @@ def test_clipping_leaves_the_matrix_update_alone(name: str) -> None:
     for a, b in zip(free, clipped, strict=True):
         for n, update in a["update"].items():
             if models.is_matrix(n):
-                difference = (update - b["update"][n]).norm() / update.norm()
-                assert difference < MATRIX_TOLERANCE[WRAPPERS[name].get("dtype", "fp32")], n
+                difference = update - b["update"][n]
+                assert difference.abs().max() < 1e-6, n
+                relative = float(difference.norm() / update.norm())
+                assert relative < MATRIX_TOLERANCE, n
         # eps is far above the clipped gradient, so AdamW's step shows the clipping.
         assert b["update"][BIAS].norm() < 0.5 * a["update"][BIAS].norm()
     # Rounding of low-precision gradients, relative to a norm that one bias dominates.
     assert clipped[0]["norm"] == pytest.approx(raw_norm(), rel=2e-2)
 
 
-# fp32: the order of two multiplications. bf16 and fp16 gradients are exact in fp32 before clipping,
-# and a clip factor changes the last bit of u, which Newton-Schulz lifts.
-MATRIX_TOLERANCE = {"fp32": 1e-6, "bf16": 1e-5, "fp16": 1e-5}
+# A clip factor that is no power of two rounds the last bit of every element of u, in fp32 in every
+# wrapper; five quintic steps lift that (1.9e-6 measured). A clipped update would differ by its
+# whole size.
+MATRIX_TOLERANCE = 1e-5
 
 
 def test_no_norm_where_deepspeed_computes_none() -> None:

@@ -82,7 +82,7 @@ def train_lora(*, stage: int) -> list[str]:
         )
     engine.backward(engine(torch.randn(4, 32)))
     engine.step()
-    return [w for w in warnings if "LoRA" in w]
+    return [w for w in warnings if "NO matrix" in w]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -118,11 +118,16 @@ def missing_gradient(*, stage: int, everywhere: bool) -> dict[str, Any]:
     return {"start": start, "end": end}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_missing_gradient_counts_as_zero(stage: int) -> None:
-    out = ranks.run(2, missing_gradient, stage=stage, everywhere=False)
+# Under ZeRO-1, 2 and 3 DeepSpeed's own reduction needs the same parameters to get gradients on
+# every rank, for any optimizer: its buckets do not match otherwise.
+def test_a_gradient_missing_on_one_rank_counts_as_zero_there() -> None:
+    out = ranks.run(2, missing_gradient, stage=0, everywhere=False)
     assert all(torch.equal(out[0]["end"][n], out[1]["end"][n]) for n in out[0]["end"])
     assert not torch.equal(out[0]["start"]["extra.weight"], out[0]["end"]["extra.weight"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_missing_on_all_ranks_counts_as_zero(stage: int) -> None:
     out = ranks.run(2, missing_gradient, stage=stage, everywhere=True)
     # A zero matrix has a zero update: only the decay is left.
     decayed = out[0]["start"]["extra.weight"] * (1 - 1e-2 * 0.1) ** 2

@@ -81,9 +81,9 @@ def _masters_are_weights(engine: Any, transport: Any) -> bool:
     header, leaves = optimizer.binding.header, optimizer.binding.leaf_sets
     tensors = [t for group in leaves for t in group] + list(optimizer.binding.adamw_leaves)
     mine = {
-        (item.name, item.parameter_offset): leaf.detach().reshape(-1)[
-            item.leaf_offset : item.leaf_offset + item.numel
-        ].clone()
+        (item.name, item.parameter_offset): leaf.detach()
+        .reshape(-1)[item.leaf_offset : item.leaf_offset + item.numel]
+        .clone()
         for leaf in tensors
         for item in header.slices[id(leaf)]
     }

@@ -29,8 +29,10 @@ def train(*, optimizer: str, stage: int, hooked: bool) -> str:
     config["zero_allow_untested_optimizer"] = True
     if optimizer == "Muon":
         config["zero_optimization"]["reduce_scatter"] = False
-    unhooked = {n: getattr(DeepSpeedEngine, n).__wrapped__ for n in names}
-    with mock.patch.multiple(DeepSpeedEngine, **({} if hooked else unhooked)):
+    methods = {n: getattr(DeepSpeedEngine, n) for n in names}
+    if not hooked:
+        methods = {n: method.__wrapped__ for n, method in methods.items()}
+    with mock.patch.multiple(DeepSpeedEngine, **methods):
         engine = start_engine(config)
     train_steps(engine, models.global_batches(3))
     return digest(masters(engine))
