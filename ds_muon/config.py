@@ -49,8 +49,15 @@ class DMuonConfig(BaseModel):
         1e-3, ge=0.0, description="learning rate of both halves, RMS of an AdamW-like update"
     )
     weight_decay: float = Field(0.1, ge=0.0, description="decoupled decay of both halves, per lr")
-    muon_lr: float | None = Field(None, ge=0.0, description="learning rate of the matrices")
-    adam_lr: float | None = Field(None, ge=0.0, description="learning rate of the AdamW half")
+    muon_lr: float | None = Field(
+        None,
+        ge=0.0,
+        description="learning rate of the matrices, kept as a ratio to lr whatever a scheduler "
+        "writes; logs show the shared lr",
+    )
+    adam_lr: float | None = Field(
+        None, ge=0.0, description="learning rate of the AdamW half, likewise a ratio to lr"
+    )
     adam_weight_decay: float | None = Field(None, ge=0.0, description="decay of the AdamW half")
     momentum: float = Field(0.95, ge=0.0, lt=1.0, description="momentum of the matrices (mu)")
     momentum_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of momentum_buffer")
@@ -87,7 +94,9 @@ class DMuonConfig(BaseModel):
     )
     owner_costs: str | None = Field(None, description="path of a measured cost table")
     workspace_mb: int = Field(512, ge=1, description="cap on exchange and NS buffers, MiB per rank")
-    max_inflight_buckets: int = Field(1, ge=1, description="buckets whose exchange may overlap")
+    max_inflight_buckets: int = Field(
+        1, ge=1, le=2, description="2: exchange of the next bucket under Newton-Schulz of this one"
+    )
     preallocate_workspace: bool = Field(True, description="keep the exchange buffers between steps")
     reshard_after_forward: bool | None = Field(
         None, description="ZeRO-3 lifetime of matrices; null = ZeRO's own"
@@ -111,6 +120,8 @@ class DMuonConfig(BaseModel):
     qk_clip: QkClipConfig | None = Field(None, description="MuonClip")
     verify_every: int = Field(0, ge=0, description="steps between self-checks; 0 = never")
     metrics: dict[str, Any] = Field({}, description="per-bucket log and monitor")
+    amsgrad: Literal[False] = Field(False, description="DeepSpeed AdamW's key; false only")
+    bias_correction: Literal[True] = Field(True, description="DeepSpeed AdamW's key; true only")
     per_head_muon: bool = Field(False, description="the built-in's key: one matrix per head")
     torch_adam: bool = Field(
         True, description="the built-in's key; the AdamW half is torch's either way"
@@ -144,9 +155,7 @@ class DMuonConfig(BaseModel):
 # Keys whose machinery this version does not have: the values it can honour, and what is missing.
 _RESERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ns_backend": (("auto", "eager"), "other Newton-Schulz backends"),
-    "exchange": (("auto", "all_to_all"), "other exchange strategies"),
     "owner_costs": ((None,), "measured owner costs"),
-    "max_inflight_buckets": ((1,), "overlapped buckets"),
     "reshard_after_forward": ((None,), "parameter lifetimes"),
     "param_source": (("shards",), "packed owner broadcasts"),
     "hide_param_gather": ((False,), "the hidden parameter gather"),
@@ -203,7 +212,7 @@ def _literals(annotation: Any) -> tuple[Any, ...]:
 
 def _one_line(item: Any, given: Mapping[str, Any]) -> str:
     path = ".".join(str(part) for part in item["loc"] if part in given or isinstance(part, int))
-    message = item["msg"].removeprefix("Value error, ")
+    message = item["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
     if not path:
         return f"optimizer.params: {message}"
     hint = ""

@@ -5,8 +5,11 @@ Owns: the order of these for a set of leaves that are stepped together, in every
 Never does: know which ZeRO stage laid the leaves out, or touch an optimizer's state dict.
 
 Bits: Newton-Schulz sees a whole matrix, in its own aligned memory, one matrix at a time, and the
-elementwise parts work on fragments that the layout fixes; so owners, buckets and the workspace
-cap cannot change a result.
+elementwise parts work on fragments that the layout fixes; so owners, buckets, strategy, overlap and
+the workspace cap cannot change a result.
+
+Overlap: with two buckets in flight the next bucket's way in and the last one's way out run under
+this one's Newton-Schulz. Every rank issues in(0), in(1), out(0), in(2), out(1), ... in this order.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_muon.comm.exchange import ExchangeBuffers, Way, plan_way, run_way
-from ds_muon.comm.transport import Transport
+from ds_muon.comm.buffers import ExchangeBuffers
+from ds_muon.comm.strategies import Slot, Way, plan_way
+from ds_muon.comm.transport import Pending, Transport
 from ds_muon.ortho.newton_schulz import orthogonalize
 from ds_muon.ortho.recipes import OrthoSpec
 from ds_muon.ortho.update import advance_momentum, apply_update, lr_factor, write_direction
+from ds_muon.plan.buckets import buffer_sets
 from ds_muon.plan.layout import Fragment, Matrix
 from ds_muon.plan.plan import Plan
 from ds_muon.plan.routes import BucketRoute
@@ -34,7 +39,7 @@ class LeafStep:
     Attributes:
         weights: flat (numel,), the master weights, updated in place.
         momentum: flat (numel,), momentum_buffer, updated in place.
-        grad: flat (numel,), reduced, unscaled and clipped; None counts as zero.
+        grad: flat (numel,), fp32, reduced, unscaled and clipped.
         lr, weight_decay, mu: of the leaf's parameter group.
     """
 
@@ -47,23 +52,14 @@ class LeafStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Span:
-    """A range of a matrix and its place in the home buffer; all in elements."""
-
-    home_offset: int
-    matrix_offset: int
-    numel: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _OwnedMatrix:
     """One matrix of a bucket on its owner: what arrives, what is here, what departs."""
 
     index: int
     matrix: Matrix
-    arrivals: tuple[_Span, ...]
+    arrivals: tuple[Slot, ...]
     local: tuple[Fragment, ...]
-    departures: tuple[_Span, ...]
+    departures: tuple[Slot, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +77,8 @@ class StepEngine:
 
     Args:
         plans: every plan that will be run, so that the buffers are sized once.
-        device: where exchange and Newton-Schulz run; leaves may live elsewhere (offload).
+        device: where exchange and Newton-Schulz run; leaves may live elsewhere.
+        inflight: buckets whose exchange may be under way at a time.
         keep_buffers: hold the exchange buffers between steps.
     """
 
@@ -92,27 +89,35 @@ class StepEngine:
         plans: Sequence[Plan],
         *,
         device: torch.device,
+        inflight: int,
         keep_buffers: bool,
     ) -> None:
         self.transport = transport
         self._spec = spec
         self._device = device
+        self._plans = tuple(plans)
+        self._overlap = inflight > 1
         self._schedules = [
             tuple(_schedule(plan, route, transport.rank) for route in plan.routes) for plan in plans
         ]
         self._factors = [
             tuple(_factor(spec.lr_scale, m) for m in plan.layout.matrices) for plan in plans
         ]
-        self._plans = tuple(plans)
-        # One element size for both ways lets a piece keep its place in the buffers.
-        same_size = spec.wire_dtype.itemsize == spec.compute_dtype.itemsize
-        self._dtype_in = spec.wire_dtype if same_size else torch.float32
-        self._dtype_out = spec.compute_dtype if same_size else torch.float32
-        ways = [w for s in self._schedules for b in s for w in (b.way_in, b.way_out)]
-        itemsize = self._dtype_in.itemsize
+        buckets = [bucket for schedule in self._schedules for bucket in schedule]
+        wire, compute = spec.wire_dtype.itemsize, spec.compute_dtype.itemsize
         self.buffers = ExchangeBuffers(
-            away_bytes=itemsize * max((w.away.numel for w in ways), default=0),
-            home_bytes=itemsize * max((w.home.numel for w in ways), default=0),
+            send_bytes=max(
+                (max(b.way_in.send_numel * wire, b.way_out.send_numel * compute) for b in buckets),
+                default=0,
+            ),
+            receive_bytes=max(
+                (
+                    max(b.way_in.receive_numel * wire, b.way_out.receive_numel * compute)
+                    for b in buckets
+                ),
+                default=0,
+            ),
+            sets=buffer_sets(inflight),
             device=device,
             keep=keep_buffers,
         )
@@ -125,67 +130,94 @@ class StepEngine:
     @torch.no_grad()
     def run(self, plan_index: int, leaves: Sequence[LeafStep]) -> None:
         """Step the leaves of one plan; every rank calls it for the same plan."""
-        factors = self._factors[plan_index]
-        for bucket in self._schedules[plan_index]:
-            self._pack_directions(bucket, leaves)
-            run_way(self.transport, bucket.way_in, self.buffers, dtype=self._dtype_in, way_in=True)
+        buckets, factors = self._schedules[plan_index], self._factors[plan_index]
+        arriving: dict[int, list[Pending]] = {}
+        leaving: dict[int, list[Pending]] = {}
+        for number, bucket in enumerate(buckets):
+            ahead = min(number + 1, len(buckets) - 1) if self._overlap else number
+            for coming in range(number, ahead + 1):
+                if coming not in arriving:
+                    arriving[coming] = self._start_in(coming, buckets[coming], leaves)
+            _wait(arriving[number])
             for owned in bucket.owned:
-                self._run_owned(owned, bucket, leaves, factors[owned.index])
-            run_way(
-                self.transport, bucket.way_out, self.buffers, dtype=self._dtype_out, way_in=False
-            )
-            self._apply_received(bucket, leaves, factors)
+                self._run_owned(owned, number, bucket, leaves, factors[owned.index])
+            leaving[number] = self._start_out(number, bucket)
+            done = number - 1 if self._overlap else number
+            if done in leaving:
+                self._finish_out(done, buckets[done], leaving.pop(done), leaves, factors)
+        for number, pending in leaving.items():
+            self._finish_out(number, buckets[number], pending, leaves, factors)
         self.buffers.release()
 
-    def _pack_directions(self, bucket: _BucketSchedule, leaves: Sequence[LeafStep]) -> None:
-        side = bucket.way_in.away
-        away = self.buffers.away(side.numel, self._dtype_in)
-        for piece, offset in side.slots:
-            self._direction(piece.fragment, leaves, out=away[offset : offset + piece.numel])
+    def _start_in(
+        self, number: int, bucket: _BucketSchedule, leaves: Sequence[LeafStep]
+    ) -> list[Pending]:
+        """Advance momentum of everything that is not owned here, and send its direction off."""
+        way = bucket.way_in
+        sent = self.buffers.send(number, way.send_numel, self._spec.wire_dtype)
+        for slot in way.sends:
+            if slot.piece is None:
+                raise AssertionError("only pieces travel in")
+            self._direction(slot.piece.fragment, leaves, out=_in_buffer(sent, slot))
         for fragment in bucket.replicas:
             leaf = leaves[fragment.leaf]
             advance_momentum(
                 _range(leaf.momentum, fragment), _range(leaf.grad, fragment), momentum=leaf.mu
             )
+        received = self.buffers.receive(number, way.receive_numel, self._spec.wire_dtype)
+        return way.start(self.transport, received, sent)
 
     def _direction(self, fragment: Fragment, leaves: Sequence[LeafStep], *, out: Tensor) -> None:
         leaf = leaves[fragment.leaf]
         momentum, grad = _range(leaf.momentum, fragment), _range(leaf.grad, fragment)
         advance_momentum(momentum, grad, momentum=leaf.mu)
         write_direction(out, momentum, grad, momentum=leaf.mu, nesterov=self._spec.nesterov)
-        if out.dtype != self._spec.wire_dtype:
-            out.copy_(out.to(self._spec.wire_dtype))
 
     def _run_owned(
         self,
         owned: _OwnedMatrix,
+        number: int,
         bucket: _BucketSchedule,
         leaves: Sequence[LeafStep],
         factor: float,
     ) -> None:
         """Assemble one matrix, orthogonalise it, update the local part, pack the rest."""
-        matrix = owned.matrix
-        assembled = torch.empty(matrix.numel, dtype=self._spec.wire_dtype, device=self._device)
-        home = self.buffers.home(bucket.way_in.home.numel, self._dtype_in)
-        for span in owned.arrivals:
-            _span(assembled, span).copy_(_at_home(home, span))
+        matrix, spec = owned.matrix, self._spec
+        assembled = torch.empty(matrix.numel, dtype=spec.wire_dtype, device=self._device)
+        received = self.buffers.receive(number, bucket.way_in.receive_numel, spec.wire_dtype)
+        for slot in owned.arrivals:
+            _in_matrix(assembled, slot).copy_(_in_buffer(received, slot))
         for fragment in owned.local:
-            self._direction(fragment, leaves, out=_matrix_range(assembled, fragment))
-        update = orthogonalize(assembled.view(matrix.rows, matrix.cols), self._spec).reshape(-1)
-        home = self.buffers.home(bucket.way_out.home.numel, self._dtype_out)
-        for span in owned.departures:
-            _at_home(home, span).copy_(_span(update, span))
+            self._direction(fragment, leaves, out=_fragment(assembled, fragment))
+        update = orthogonalize(assembled.view(matrix.rows, matrix.cols), spec).reshape(-1)
+        sent = self.buffers.send(number, bucket.way_out.send_numel, spec.compute_dtype)
+        for slot in owned.departures:
+            _in_buffer(sent, slot).copy_(_in_matrix(update, slot))
         for fragment in owned.local:
-            self._apply(fragment, leaves, _matrix_range(update, fragment), factor)
+            self._apply(fragment, leaves, _fragment(update, fragment), factor)
 
-    def _apply_received(
-        self, bucket: _BucketSchedule, leaves: Sequence[LeafStep], factors: Sequence[float]
+    def _start_out(self, number: int, bucket: _BucketSchedule) -> list[Pending]:
+        way, dtype = bucket.way_out, self._spec.compute_dtype
+        sent = self.buffers.send(number, way.send_numel, dtype)
+        received = self.buffers.receive(number, way.receive_numel, dtype)
+        return way.start(self.transport, received, sent)
+
+    def _finish_out(
+        self,
+        number: int,
+        bucket: _BucketSchedule,
+        pending: list[Pending],
+        leaves: Sequence[LeafStep],
+        factors: Sequence[float],
     ) -> None:
-        side = bucket.way_out.away
-        away = self.buffers.away(side.numel, self._dtype_out)
-        for piece, offset in side.slots:
-            update = away[offset : offset + piece.numel]
-            self._apply(piece.fragment, leaves, update, factors[piece.matrix])
+        _wait(pending)
+        way = bucket.way_out
+        received = self.buffers.receive(number, way.receive_numel, self._spec.compute_dtype)
+        for slot in way.receives:
+            if slot.piece is None:
+                raise AssertionError("a holder reads pieces")
+            update = _in_buffer(received, slot)
+            self._apply(slot.piece.fragment, leaves, update, factors[slot.matrix])
 
     def _apply(
         self, fragment: Fragment, leaves: Sequence[LeafStep], update: Tensor, factor: float
@@ -201,63 +233,64 @@ class StepEngine:
         )
 
 
+def _wait(pending: Sequence[Pending]) -> None:
+    for handle in pending:
+        handle.wait()
+
+
 def _factor(name: str, matrix: Matrix) -> float:
     rows, cols = (matrix.cols, matrix.rows) if matrix.transposed else (matrix.rows, matrix.cols)
     return lr_factor(name, rows, cols)
 
 
 def _schedule(plan: Plan, route: BucketRoute, rank: int) -> _BucketSchedule:
-    way_in = plan_way(route, rank, way_in=True)
-    way_out = plan_way(route, rank, way_in=False)
-    mine = [index for index in route.matrices if plan.owners[index] == rank]
-    arrivals, departures = _spans_by_matrix(way_in), _spans_by_matrix(way_out)
+    layout = plan.layout
+    numels = [m.numel for m in layout.matrices]
+    way_in = plan_way(plan.exchange, route, numels, rank, way_in=True)
+    way_out = plan_way(plan.exchange, route, numels, rank, way_in=False)
+    arrivals, departures = _by_matrix(way_in.receives), _by_matrix(way_out.sends)
     local = {
-        index: tuple(f for f in plan.layout.fragments[index] if f.rank == rank)
+        index: tuple(f for f in layout.fragments[index] if f.rank == rank)
         for index in route.matrices
     }
     owned = tuple(
         _OwnedMatrix(
             index=index,
-            matrix=plan.layout.matrices[index],
+            matrix=layout.matrices[index],
             arrivals=arrivals.get(index, ()),
             local=local[index],
             departures=departures.get(index, ()),
         )
-        for index in mine
+        for index in route.matrices
+        if plan.owners[index] == rank
     )
     replicas = tuple(
         fragment
         for index in route.matrices
-        if plan.layout.is_replicated(index) and plan.owners[index] != rank
+        if layout.is_replicated(index) and plan.owners[index] != rank
         for fragment in local[index]
     )
     return _BucketSchedule(way_in=way_in, way_out=way_out, owned=owned, replicas=replicas)
 
 
-def _spans_by_matrix(way: Way) -> dict[int, tuple[_Span, ...]]:
-    spans: dict[int, list[_Span]] = {}
-    for piece, offset in way.home.slots:
-        spans.setdefault(piece.matrix, []).append(
-            _Span(
-                home_offset=offset,
-                matrix_offset=piece.fragment.matrix_offset,
-                numel=piece.numel,
-            )
-        )
-    return {index: tuple(found) for index, found in spans.items()}
+def _by_matrix(slots: Sequence[Slot]) -> dict[int, tuple[Slot, ...]]:
+    found: dict[int, list[Slot]] = {}
+    for slot in slots:
+        found.setdefault(slot.matrix, []).append(slot)
+    return {index: tuple(items) for index, items in found.items()}
 
 
 def _range(leaf: Tensor, fragment: Fragment) -> Tensor:
     return leaf[fragment.leaf_offset : fragment.leaf_offset + fragment.numel]
 
 
-def _matrix_range(matrix: Tensor, fragment: Fragment) -> Tensor:
+def _fragment(matrix: Tensor, fragment: Fragment) -> Tensor:
     return matrix[fragment.matrix_offset : fragment.matrix_offset + fragment.numel]
 
 
-def _span(matrix: Tensor, span: _Span) -> Tensor:
-    return matrix[span.matrix_offset : span.matrix_offset + span.numel]
+def _in_matrix(matrix: Tensor, slot: Slot) -> Tensor:
+    return matrix[slot.matrix_offset : slot.matrix_offset + slot.numel]
 
 
-def _at_home(home: Tensor, span: _Span) -> Tensor:
-    return home[span.home_offset : span.home_offset + span.numel]
+def _in_buffer(buffer: Tensor, slot: Slot) -> Tensor:
+    return buffer[slot.buffer_offset : slot.buffer_offset + slot.numel]

@@ -16,7 +16,7 @@ train() {
     deepspeed --num_gpus 2 --master_port "$port" scripts/train.py \
         --deepspeed_config ds_config_examples/zero2.json --steps "$steps" "$@"
 }
-echo "== AdamW"
+echo "== AdamW (the very first run is silent for a minute or two while DeepSpeed compiles operators)"
 train --optimizer AdamW --lr "${ADAMW_LR:-0.002}" --out "$out/AdamW" --no_checkpoint
 echo "== DMuon: the same config as it stands in ds_config_examples/zero2.json"
 train --out "$out/DMuon"

@@ -2,14 +2,22 @@
 """Transport: the collectives that this package issues, as an interface that is passed in.
 
 zero/seams.py makes one of deepspeed.comm calls; tests wrap it to count elements and calls.
+Every call is asynchronous: its tensors must live, and stay as they are, until it was waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
+
+
+class Pending(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> Any:
+        """Return when its tensors may be read and written again."""
 
 
 class Transport(Protocol):
@@ -30,14 +38,19 @@ class Transport(Protocol):
         *,
         received_numels: Sequence[int],
         sent_numels: Sequence[int],
-    ) -> None:
-        """Exchange variable pieces.
+    ) -> Pending:
+        """Exchange flat buffers of variable pieces for rank 0, 1, ...; numels are per peer."""
 
-        Args:
-            received: flat, filled with the pieces of rank 0, 1, ... in this order.
-            sent: flat, the pieces for rank 0, 1, ... in this order.
-            received_numels, sent_numels: elements per peer.
-        """
+    def all_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        """Fill `received` (world_size * numel,) with every rank's `sent` (numel,), by rank."""
+
+    def broadcast(self, tensor: Tensor, *, source: int) -> Pending:
+        """Send `tensor` from `source`; the other ranks receive into theirs."""
+
+    def send_receive(
+        self, received: Mapping[int, Tensor], sent: Mapping[int, Tensor]
+    ) -> list[Pending]:
+        """Exchange tensors with single peers, by their ranks, as one batch."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order; for start-up only."""

@@ -8,6 +8,7 @@ Never does: cut a matrix; one that exceeds the cap by itself runs with what it n
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,99 +24,168 @@ class Oversize:
     need_bytes: int
 
 
+def buffer_sets(inflight: int) -> int:
+    """Buffer pairs alive with `inflight` buckets: one going in, one iterated, one going out."""
+    return 1 if inflight == 1 else inflight + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """What the memory of a bucket follows from.
+
+    Attributes:
+        cap_bytes: `workspace_mb`; exchange and iteration together, per rank.
+        exchange: strategy, which decides the buffers.
+        sets: buffer pairs that live at a time (one, or one more than the buckets in flight).
+        update_bytes: per element of an update on its way out.
+    """
+
+    cap_bytes: int
+    exchange: str
+    sets: int
+    update_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """The buckets of one layout.
+
+    Attributes:
+        matrices: indices per bucket, in the order of the step.
+        oversize: matrices that exceed the cap by themselves.
+        peak_bytes: exchange and iteration of the worst bucket, on the rank that needs most.
+    """
+
+    matrices: tuple[tuple[int, ...], ...]
+    oversize: tuple[Oversize, ...]
+    peak_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Demand:
-    """What one matrix asks of the ranks: bytes of exchange buffer each, and its iteration."""
+    """What one matrix asks of the ranks; elements, but for iterate_bytes."""
 
     owner: int
-    exchange_bytes: dict[int, int]
+    numel: int
+    away_in: dict[int, int]
+    away_out: dict[int, int]
     iterate_bytes: int
-
-    @property
-    def owner_bytes(self) -> int:
-        return self.exchange_bytes[self.owner] + self.iterate_bytes
 
 
 class _Draft:
-    """A bucket under construction, with the bytes every rank needs for it."""
+    """A bucket under construction, with what every rank needs for it."""
 
-    def __init__(self, limits: Sequence[int]) -> None:
+    def __init__(
+        self, world_size: int, workspace: Workspace, wire_bytes: int, limit_bytes: int
+    ) -> None:
         self.matrices: list[int] = []
-        self._limits = limits
-        self._exchange = [0] * len(limits)
-        self._iterate = [0] * len(limits)
+        self._limit_bytes = limit_bytes
+        self._workspace, self._wire_bytes = workspace, wire_bytes
+        self._size = world_size
+        self._away_in, self._home_in = [0] * world_size, [0] * world_size
+        self._away_out, self._home_out = [0] * world_size, [0] * world_size
+        self._owned, self._iterate = [0] * world_size, [0] * world_size
 
     def try_add(self, index: int, demand: _Demand) -> bool:
-        """Add a matrix if every rank stays within its limit; the first one always goes in.
-
-        An owner's limit admits its next matrix, and a holder needs less for it than its owner.
-        """
-        if self.matrices and not all(
-            self._needed(rank, demand) <= self._limits[rank] for rank in demand.exchange_bytes
-        ):
+        """Add a matrix if every rank stays within the limit; the first one always goes in."""
+        before = self._iterate[demand.owner]
+        self._add(demand, 1)
+        self._iterate[demand.owner] = max(before, demand.iterate_bytes)
+        personal = self._workspace.exchange in ("all_to_all", "p2p")
+        touched = {demand.owner, *demand.away_out} if personal else range(self._size)
+        if self.matrices and any(self.need_bytes(r) > self._limit_bytes for r in touched):
+            self._add(demand, -1)
+            self._iterate[demand.owner] = before
             return False
-        for rank, size in demand.exchange_bytes.items():
-            self._exchange[rank] += size
-        owner = demand.owner
-        self._iterate[owner] = max(self._iterate[owner], demand.iterate_bytes)
         self.matrices.append(index)
         return True
 
-    def _needed(self, rank: int, demand: _Demand) -> int:
-        iterate = self._iterate[rank]
-        if rank == demand.owner:
-            iterate = max(iterate, demand.iterate_bytes)
-        return self._exchange[rank] + demand.exchange_bytes[rank] + iterate
+    def _add(self, demand: _Demand, sign: int) -> None:
+        owner = demand.owner
+        for rank, numel in demand.away_in.items():
+            self._away_in[rank] += sign * numel
+            self._home_in[owner] += sign * numel
+        for rank, numel in demand.away_out.items():
+            self._away_out[rank] += sign * numel
+            self._home_out[owner] += sign * numel
+        self._owned[owner] += sign * demand.numel
+
+    def need_bytes(self, rank: int) -> int:
+        """Exchange buffers and iteration of one rank; the sizes are plan/traffic.py's."""
+        strategy, size = self._workspace.exchange, self._size
+        send_in, receive_in = self._away_in[rank], self._home_in[rank]
+        send_out, receive_out = self._home_out[rank], self._away_out[rank]
+        if strategy == "all_gather":
+            send_in, send_out = max(self._away_in), max(self._owned)
+            receive_in, receive_out = size * send_in, size * send_out
+        elif strategy == "broadcast":
+            send_out = self._owned[rank]
+            receive_out = sum(self._owned) - send_out
+        wire, update = self._wire_bytes, self._workspace.update_bytes
+        exchange = max(send_in * wire, send_out * update) + max(
+            receive_in * wire, receive_out * update
+        )
+        return self._workspace.sets * exchange + self._iterate[rank]
 
 
 def form_buckets(
-    layout: Layout, owners: Sequence[int], model: CostModel, *, cap_bytes: int
-) -> tuple[tuple[tuple[int, ...], ...], tuple[Oversize, ...]]:
-    """Group matrices into buckets whose exchange and iteration fit `cap_bytes` on every rank.
+    layout: Layout,
+    owners: Sequence[int],
+    flops: Sequence[int],
+    model: CostModel,
+    workspace: Workspace,
+) -> Buckets:
+    """Group matrices into buckets whose exchange and iteration fit the cap on every rank.
 
-    Returns:
-        Matrix indices per bucket, and the matrices that exceed the cap by themselves.
+    All ranks meet at a bucket's exchange, so its slowest owner sets its time: the next matrix goes
+    to the owner with the least work in the bucket, and the bucket closes when that one has no room.
+    Where a matrix exceeds the cap by itself, every rank may use what that one needs.
     """
     demands = [_demand(layout, i, owner, model) for i, owner in enumerate(owners)]
-    by_size = sorted(
-        range(len(owners)), key=lambda i: (-layout.matrices[i].numel, layout.matrices[i].name)
-    )
+    alone = [_need_alone(layout.world_size, d, model, workspace) for d in demands]
+    by_cost = sorted(range(len(owners)), key=lambda i: (-flops[i], layout.matrices[i].name))
     queues: list[list[int]] = [[] for _ in range(layout.world_size)]
-    for index in reversed(by_size):
+    for index in reversed(by_cost):
         queues[owners[index]].append(index)
-    buckets = []
+    cap, buckets, peak = workspace.cap_bytes, [], 0
     while any(queues):
-        limits = [
-            max(cap_bytes, demands[queue[-1]].owner_bytes) if queue else cap_bytes
-            for queue in queues
-        ]
-        draft = _Draft(limits)
-        taken = -1
-        while taken != len(draft.matrices):
-            taken = len(draft.matrices)
-            for queue in queues:
-                if queue and draft.try_add(queue[-1], demands[queue[-1]]):
-                    queue.pop()
+        limit = max([cap] + [alone[queue[-1]] for queue in queues if queue])
+        draft = _Draft(layout.world_size, workspace, model.wire_bytes, limit)
+        busy = [(0, owner) for owner, queue in enumerate(queues) if queue]
+        while busy:
+            load, owner = heapq.heappop(busy)
+            index = queues[owner][-1]
+            if not draft.try_add(index, demands[index]):
+                break
+            queues[owner].pop()
+            if queues[owner]:
+                heapq.heappush(busy, (load + flops[index], owner))
         buckets.append(tuple(draft.matrices))
+        peak = max(peak, *(draft.need_bytes(rank) for rank in range(layout.world_size)))
     oversize = tuple(
-        Oversize(matrix=layout.matrices[i].name, need_bytes=demands[i].owner_bytes)
-        for i in by_size
-        if demands[i].owner_bytes > cap_bytes
+        Oversize(matrix=layout.matrices[i].name, need_bytes=alone[i])
+        for i in by_cost
+        if alone[i] > cap
     )
-    return tuple(buckets), oversize
+    return Buckets(matrices=tuple(buckets), oversize=oversize, peak_bytes=peak)
+
+
+def _need_alone(world_size: int, demand: _Demand, model: CostModel, workspace: Workspace) -> int:
+    draft = _Draft(world_size, workspace, model.wire_bytes, 0)
+    draft.try_add(0, demand)
+    return draft.need_bytes(demand.owner)
 
 
 def _demand(layout: Layout, index: int, owner: int, model: CostModel) -> _Demand:
-    """Exchange bytes: a holder buffers its piece, the owner all pieces that others hold."""
-    element_bytes = max(model.wire_bytes, model.compute_bytes)
-    exchange = {owner: 0}
+    away: dict[int, int] = {}
     for piece in layout.fragments[index]:
         if piece.rank != owner:
-            exchange[piece.rank] = exchange.get(piece.rank, 0) + piece.numel * element_bytes
-            exchange[owner] += piece.numel * element_bytes
+            away[piece.rank] = away.get(piece.rank, 0) + piece.numel
     matrix = layout.matrices[index]
     return _Demand(
         owner=owner,
-        exchange_bytes=exchange,
+        numel=matrix.numel,
+        away_in={} if layout.is_replicated(index) else away,
+        away_out=away,
         iterate_bytes=model.workspace_bytes(matrix.rows, matrix.cols),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan: owners, buckets and routes of one layout, frozen and hashable.
+"""Plan: owners, buckets, routes and the exchange strategy of one layout, frozen and hashable.
 
 Owns: the one entry point of this package, and the digest that ranks compare.
 Never does: communicate; comm/agreement.py compares the digests.
@@ -8,13 +8,18 @@ Never does: communicate; comm/agreement.py compares the digests.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from ds_muon.plan.buckets import Oversize, form_buckets
+from ds_muon.plan.buckets import Oversize, Workspace, form_buckets
 from ds_muon.plan.costs import CostModel
 from ds_muon.plan.layout import Layout
 from ds_muon.plan.owners import assign_owners
 from ds_muon.plan.routes import BucketRoute, route_bucket
+from ds_muon.plan.traffic import STRATEGIES, Leg, Load, leg, load_of
+
+# A collective or message costs about as much as this many bytes on the wire (10 us at 25 GB/s).
+CALL_BYTES = 250_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,27 +30,49 @@ class Plan:
         owners: rank per matrix.
         flops: of one orthogonalisation, per matrix.
         routes: one per micro-bucket, in the order of the step.
+        exchange: the strategy, one of plan/traffic.py's.
         oversize: matrices that exceed the workspace cap by themselves.
+        peak_bytes: exchange and iteration at their worst, on the rank that needs most.
     """
 
     layout: Layout
     owners: tuple[int, ...]
     flops: tuple[int, ...]
     routes: tuple[BucketRoute, ...]
+    exchange: str
     oversize: tuple[Oversize, ...]
+    peak_bytes: int
 
     def digest(self) -> str:
         """Hash of what the routes follow from; equal on all ranks, or they must not start."""
         buckets = tuple(route.matrices for route in self.routes)
-        return hashlib.sha256(repr((self.layout, self.owners, buckets)).encode()).hexdigest()
+        facts = (self.layout, self.owners, buckets, self.exchange)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
-    def exchange_numel(self, rank: int) -> int:
-        """Elements that `rank` receives in one step, both ways, self-sends not counted."""
-        return sum(
-            route.received_numel(rank, way_in=way_in)
-            for route in self.routes
+    def legs(self) -> list[Leg]:
+        """Traffic of every bucket, way in then way out."""
+        return [
+            leg(self.exchange, load, way_in=way_in)
+            for load in self.loads()
             for way_in in (True, False)
-        )
+        ]
+
+    def loads(self) -> list[Load]:
+        """What every bucket moves, whatever the strategy."""
+        found = []
+        for route in self.routes:
+            owned = [0] * self.layout.world_size
+            for index in route.matrices:
+                owned[self.owners[index]] += self.layout.matrices[index].numel
+            found.append(load_of(route, owned))
+        return found
+
+    def received_numel(self) -> tuple[int, ...]:
+        """Elements per rank that arrive from others in one step, padding included."""
+        received = [0] * self.layout.world_size
+        for item in self.legs():
+            received = [total + numel for total, numel in zip(received, item.received, strict=True)]
+        return tuple(received)
 
     def owner_flops(self) -> tuple[int, ...]:
         """Newton-Schulz flops per rank and step."""
@@ -55,15 +82,50 @@ class Plan:
         return tuple(loads)
 
 
-def build_plan(layout: Layout, model: CostModel, *, owner_scope: str, workspace_bytes: int) -> Plan:
-    """Plan one layout; a pure function of its arguments."""
+def build_plan(layout: Layout, model: CostModel, *, owner_scope: str, workspace: Workspace) -> Plan:
+    """Plan one layout; a pure function of its arguments.
+
+    Args:
+        workspace: its `exchange` may be "auto": the strategy with the least predicted cost.
+    """
     flops = tuple(model.flops(m.rows, m.cols) for m in layout.matrices)
     owners = assign_owners(layout, flops, scope=owner_scope)
-    buckets, oversize = form_buckets(layout, owners, model, cap_bytes=workspace_bytes)
+    if workspace.exchange != "auto":
+        return _with_strategy(layout, model, owners, flops, workspace)
+    # The strategies are compared on the buckets of the one whose buffers are smallest.
+    first = replace(workspace, exchange=STRATEGIES[0])
+    plan = _with_strategy(layout, model, owners, flops, first)
+    loads = plan.loads()
+    best = min(STRATEGIES, key=lambda s: exchange_cost_bytes(loads, s, model.wire_bytes))
+    if best == plan.exchange:
+        return plan
+    return _with_strategy(layout, model, owners, flops, replace(workspace, exchange=best))
+
+
+def _with_strategy(
+    layout: Layout,
+    model: CostModel,
+    owners: tuple[int, ...],
+    flops: Sequence[int],
+    workspace: Workspace,
+) -> Plan:
+    buckets = form_buckets(layout, owners, flops, model, workspace)
     return Plan(
         layout=layout,
         owners=owners,
-        flops=flops,
-        routes=tuple(route_bucket(layout, owners, bucket) for bucket in buckets),
-        oversize=oversize,
+        flops=tuple(flops),
+        routes=tuple(route_bucket(layout, owners, bucket) for bucket in buckets.matrices),
+        exchange=workspace.exchange,
+        oversize=buckets.oversize,
+        peak_bytes=buckets.peak_bytes,
+    )
+
+
+def exchange_cost_bytes(loads: Sequence[Load], exchange: str, element_bytes: int) -> int:
+    """Predicted cost of a strategy on its busiest rank, calls counted as bytes."""
+    legs = [leg(exchange, load, way_in=way_in) for load in loads for way_in in (True, False)]
+    ranks = range(len(loads[0].owned)) if loads else ()
+    return max(
+        (sum(i.received[r] * element_bytes + i.calls[r] * CALL_BYTES for i in legs) for r in ranks),
+        default=0,
     )

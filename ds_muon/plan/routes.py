@@ -57,16 +57,6 @@ class BucketRoute:
             if piece.moves and (goes_in or not way_in)
         )
 
-    def sent_numel(self, rank: int, *, way_in: bool) -> int:
-        """Elements that `rank` sends on this way."""
-        moving = self.moving(way_in=way_in)
-        return sum(p.numel for p in moving if (p.holder if way_in else p.owner) == rank)
-
-    def received_numel(self, rank: int, *, way_in: bool) -> int:
-        """Elements that `rank` receives on this way."""
-        moving = self.moving(way_in=way_in)
-        return sum(p.numel for p in moving if (p.owner if way_in else p.holder) == rank)
-
 
 def route_bucket(layout: Layout, owners: Sequence[int], matrices: Sequence[int]) -> BucketRoute:
     """Derive the traffic of one bucket."""

@@ -28,6 +28,7 @@ from ds_muon.log import say
 from ds_muon.optimizer import MUON, Binding, MatrixOwnerOptimizer
 from ds_muon.ortho.newton_schulz import arithmetic_for
 from ds_muon.ortho.recipes import OrthoSpec, resolve
+from ds_muon.plan.buckets import Workspace, buffer_sets
 from ds_muon.plan.costs import CostModel
 from ds_muon.plan.plan import Plan, build_plan
 from ds_muon.routing import RoutingTable, clean_name, route_parameters
@@ -130,6 +131,7 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         prepared.spec,
         plans,
         device=torch.device(get_accelerator().current_device_name()),
+        inflight=prepared.config.max_inflight_buckets,
         keep_buffers=prepared.config.preallocate_workspace,
     )
     optimizer.bind(
@@ -169,7 +171,12 @@ def _plan(leaf_set: LeafSet, prepared: Preparation) -> Plan:
         leaf_set.layout,
         model,
         owner_scope=config.owner_scope,
-        workspace_bytes=config.workspace_mb * _MIB,
+        workspace=Workspace(
+            cap_bytes=config.workspace_mb * _MIB,
+            exchange=config.exchange,
+            sets=buffer_sets(config.max_inflight_buckets),
+            update_bytes=spec.compute_dtype.itemsize,
+        ),
     )
 
 
@@ -212,17 +219,19 @@ def _header(engine: Any, prepared: Preparation, sets: Sequence[LeafSet]) -> Chec
 
 
 def _describe(plans: Sequence[Plan], engine: StepEngine, prepared: Preparation) -> str:
-    """Say in one line what the matrix half will do per step."""
+    """Say in a few words what the matrix half will do per step."""
     world_size = prepared.transport.world_size
     matrices = sum(len(p.layout.matrices) for p in plans)
-    loads = [sum(p.owner_flops()[r] for p in plans) for r in range(world_size)]
-    elements = [sum(p.exchange_numel(r) for p in plans) for r in range(world_size)]
+    loads = [sum(flops) for flops in zip(*(p.owner_flops() for p in plans), strict=True)]
+    received = [sum(numels) for numels in zip(*(p.received_numel() for p in plans), strict=True)]
     balance = max(loads) * world_size / sum(loads) if sum(loads) else 1.0
+    chosen = ", ".join(sorted({p.exchange for p in plans})) or "nothing"
+    why = "least predicted bytes and calls" if prepared.config.exchange == "auto" else "as asked"
     return (
-        f"plan: {matrices} matrices, {sum(len(p.routes) for p in plans)} buckets, busiest "
-        f"owner {balance:.2f} x the mean; per step a rank receives "
-        f"{sum(elements) / world_size:,.0f} elements on average, {max(elements):,} at most; "
-        f"exchange buffers {engine.buffers.nbytes / _MIB:.1f} MiB"
+        f"plan: {matrices} matrices in {sum(len(p.routes) for p in plans)} buckets, exchange by "
+        f"{chosen} ({why}), busiest owner {balance:.2f} x the mean; per step a rank receives "
+        f"{sum(received) / world_size:,.0f} elements on average, {max(received, default=0):,} at "
+        f"most; exchange buffers {engine.buffers.nbytes / _MIB:.1f} MiB"
     )
 
 

@@ -14,7 +14,7 @@ apply to engines running DMuon and to no other:
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,8 @@ import torch
 from deepspeed.constants import default_pg_timeout
 from deepspeed.runtime.utils import clip_grad_norm_
 from torch import Tensor
+
+from ds_muon.comm.transport import Pending
 
 TESTED_VERSIONS = "0.19.8"
 
@@ -71,15 +73,33 @@ class DeepSpeedTransport:
         *,
         received_numels: Sequence[int],
         sent_numels: Sequence[int],
-    ) -> None:
+    ) -> Pending:
         """See Transport."""
-        dist.all_to_all_single(
+        return dist.all_to_all_single(
             received,
             sent,
             output_split_sizes=list(received_numels),
             input_split_sizes=list(sent_numels),
             group=self._group,
+            async_op=True,
         )
+
+    def all_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        """See Transport."""
+        return dist.all_gather_into_tensor(received, sent, group=self._group, async_op=True)
+
+    def broadcast(self, tensor: Tensor, *, source: int) -> Pending:
+        """See Transport."""
+        return dist.broadcast(tensor, source, group=self._group, async_op=True)
+
+    def send_receive(
+        self, received: Mapping[int, Tensor], sent: Mapping[int, Tensor]
+    ) -> list[Pending]:
+        """See Transport."""
+        p2p, group = torch.distributed, self._group
+        batch = [p2p.P2POp(p2p.irecv, t, peer, group) for peer, t in received.items()]
+        batch += [p2p.P2POp(p2p.isend, t, peer, group) for peer, t in sent.items()]
+        return p2p.batch_isend_irecv(batch) if batch else []
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See Transport."""

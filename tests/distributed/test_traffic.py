@@ -53,7 +53,7 @@ def one_step(
         "received": sum(c["elements"]["all_to_all_single"] for c in counts),
         "calls": sum(c["calls"]["all_to_all_single"] for c in counts),
         "others": {n: k for c in counts for n, k in c["calls"].items() if n != "all_to_all_single"},
-        "predicted": sum(p.exchange_numel(rank) for p in plans),
+        "predicted": sum(p.received_numel()[rank] for p in plans),
         "buckets": sum(len(p.routes) for p in plans),
         "moved": sum(moved),
         "num_split": sum(len(p.layout.holders(i)) > 1 for p in plans for i in range(len(p.owners))),

@@ -154,3 +154,38 @@ def counting_collectives() -> Iterator[dict[str, Counter[str]]]:
                 real = getattr(backend, name)
                 stack.enter_context(mock.patch.object(backend, name, counted(name, real)))
         yield counts
+
+
+class CountingTransport:
+    """A transport that counts calls, and elements that arrive from other ranks."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self.rank, self.world_size = real.rank, real.world_size
+        self.calls: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+
+    def _count(self, name: str, elements: int, calls: int = 1) -> None:
+        self.calls[name] += calls
+        self.received[name] += elements
+
+    def all_to_all(self, received: Tensor, sent: Tensor, **numels: Any) -> Any:
+        splits = numels["received_numels"]
+        self._count("all_to_all", sum(splits) - splits[self.rank])
+        return self._real.all_to_all(received, sent, **numels)
+
+    def all_gather(self, received: Tensor, sent: Tensor) -> Any:
+        self._count("all_gather", received.numel() - sent.numel())
+        return self._real.all_gather(received, sent)
+
+    def broadcast(self, tensor: Tensor, *, source: int) -> Any:
+        self._count("broadcast", tensor.numel() if source != self.rank else 0)
+        return self._real.broadcast(tensor, source=source)
+
+    def send_receive(self, received: dict[int, Tensor], sent: dict[int, Tensor]) -> Any:
+        elements = sum(t.numel() for t in received.values())
+        self._count("p2p", elements, len(received) + len(sent))
+        return self._real.send_receive(received, sent)
+
+    def all_gather_object(self, value: Any) -> Any:
+        return self._real.all_gather_object(value)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_muon.plan.buckets import Workspace, buffer_sets
 from ds_muon.plan.costs import CostModel
 from ds_muon.plan.layout import (
     Fragment,
@@ -19,8 +20,15 @@ from ds_muon.plan.layout import (
 )
 from ds_muon.plan.owners import assign_owners, makespan, moved_numel
 from ds_muon.plan.plan import Plan, build_plan
+from ds_muon.plan.traffic import STRATEGIES
 
 MODEL = CostModel(steps=5, gram_from=None, gram_restarts=0, wire_bytes=2, compute_bytes=2)
+
+
+def workspace(cap_bytes: int, exchange: str = "all_to_all", inflight: int = 1) -> Workspace:
+    return Workspace(
+        cap_bytes=cap_bytes, exchange=exchange, sets=buffer_sets(inflight), update_bytes=2
+    )
 
 
 def placements(*shapes: tuple[int, int], gap: int = 0) -> list[Placement]:
@@ -82,9 +90,9 @@ def test_experts_that_divide_evenly_stay_whole() -> None:
 def test_replicated_matrices_move_nothing_in_and_an_update_to_every_other_rank() -> None:
     layout = replicated_layout([placements((4, 4)), placements((4, 4))], world_size=3)
     assert layout.is_replicated(0)
-    plan = build_plan(layout, MODEL, owner_scope="balance", workspace_bytes=1 << 20)
-    assert sum(r.received_numel(k, way_in=True) for r in plan.routes for k in range(3)) == 0
-    assert sum(plan.exchange_numel(k) for k in range(3)) == 2 * 2 * 16
+    plan = build_plan(layout, MODEL, owner_scope="balance", workspace=workspace(1 << 20))
+    assert not any(route.moving(way_in=True) for route in plan.routes)
+    assert sum(plan.received_numel()) == 2 * 2 * 16
 
 
 def test_a_layout_that_does_not_tile_a_matrix_is_a_bug() -> None:
@@ -113,7 +121,7 @@ def test_more_ranks_than_matrices_and_no_matrix() -> None:
     assert len(set(assign_owners(layout, [1], scope="balance"))) == 1
     empty = Layout(world_size=4, matrices=(), fragments=())
     assert assign_owners(empty, [], scope="balance") == ()
-    plan = build_plan(empty, MODEL, owner_scope="balance", workspace_bytes=1)
+    plan = build_plan(empty, MODEL, owner_scope="balance", workspace=workspace(1))
     assert plan.routes == ()
 
 
@@ -136,15 +144,19 @@ def test_flops_are_the_published_formulas() -> None:
     assert gram.flops(n, n) == MODEL.flops(n, n)
 
 
-def peak_bytes(plan: Plan, rank: int) -> int:
-    """Exchange and iteration bytes of the worst bucket, counted from the routes."""
+def peak_bytes(plan: Plan, rank: int, sets: int) -> int:
+    """Exchange and iteration bytes of the worst bucket, counted from the plan's legs."""
     worst = 0
-    for route in plan.routes:
-        away = sum(p.numel for p in route.pieces if p.moves and p.holder == rank)
-        home = sum(p.numel for p in route.pieces if p.moves and p.owner == rank)
+    legs = plan.legs()
+    for number, route in enumerate(plan.routes):
+        ways = legs[2 * number : 2 * number + 2]
+        exchange = sum(
+            max(getattr(way, side)[rank] for way in ways) * 2
+            for side in ("send_numel", "receive_numel")
+        )
         owned = [plan.layout.matrices[i] for i in route.matrices if plan.owners[i] == rank]
         iterate = max((MODEL.workspace_bytes(m.rows, m.cols) for m in owned), default=0)
-        worst = max(worst, (away + home) * 2 + iterate)
+        worst = max(worst, sets * exchange + iterate)
     return worst
 
 
@@ -159,9 +171,18 @@ SHAPE = st.tuples(st.integers(2, 12), st.integers(2, 12))
     scope=st.sampled_from(["balance", "straddlers"]),
     cap=st.integers(1, 4000),
     gap=st.integers(0, 3),
+    exchange=st.sampled_from(STRATEGIES),
+    inflight=st.integers(1, 2),
 )
 def test_every_plan_moves_every_element_once_and_keeps_the_cap(
-    shapes: list[tuple[int, int]], world: int, kind: str, scope: str, cap: int, gap: int
+    shapes: list[tuple[int, int]],
+    world: int,
+    kind: str,
+    scope: str,
+    cap: int,
+    gap: int,
+    exchange: str,
+    inflight: int,
 ) -> None:
     if kind == "flat":
         items = placements(*shapes, gap=gap)
@@ -180,22 +201,24 @@ def test_every_plan_moves_every_element_once_and_keeps_the_cap(
             ),
             fragments=layout.fragments,
         )
-    plan = build_plan(layout, MODEL, owner_scope=scope, workspace_bytes=cap)
+    plan = build_plan(
+        layout, MODEL, owner_scope=scope, workspace=workspace(cap, exchange, inflight)
+    )
     visited = Counter(i for route in plan.routes for i in route.matrices)
     assert visited == Counter(range(len(shapes)))
     need = {o.matrix: o.need_bytes for o in plan.oversize}
     for rank in range(world):
-        assert peak_bytes(plan, rank) <= max([cap, *need.values()])
-    for way_in in (True, False):
-        for route in plan.routes:
-            sent = sum(route.sent_numel(r, way_in=way_in) for r in range(world))
-            received = sum(route.received_numel(r, way_in=way_in) for r in range(world))
-            assert sent == received
-    expected = (world - 1) * sum(r * c for r, c in shapes)
-    if kind != "replicated":
-        expected = 2 * moved_numel(layout, plan.owners)
-    assert sum(plan.exchange_numel(r) for r in range(world)) == expected
-    again = build_plan(layout, MODEL, owner_scope=scope, workspace_bytes=cap)
+        # all_gather and broadcast give every rank what the owner's matrix needs.
+        assert peak_bytes(plan, rank, buffer_sets(inflight)) <= max([cap, *need.values()])
+    total, moved = sum(r * c for r, c in shapes), moved_numel(layout, plan.owners)
+    if exchange in ("all_to_all", "p2p"):
+        expected = (world - 1) * total if kind == "replicated" else 2 * moved
+        assert sum(plan.received_numel()) == expected
+    for item in plan.legs():
+        assert all(0 <= p <= r for p, r in zip(item.padding, item.received, strict=True))
+    again = build_plan(
+        layout, MODEL, owner_scope=scope, workspace=workspace(cap, exchange, inflight)
+    )
     assert again.digest() == plan.digest()
     assert sum(plan.owner_flops()) == sum(plan.flops)
 
@@ -203,7 +226,8 @@ def test_every_plan_moves_every_element_once_and_keeps_the_cap(
 def test_the_digest_sees_owners_and_buckets() -> None:
     layout = whole_parameters(*[(8, 8)] * 6, world=2)
     plans = [
-        build_plan(layout, MODEL, owner_scope="balance", workspace_bytes=b) for b in (1, 1 << 20)
+        build_plan(layout, MODEL, owner_scope="balance", workspace=workspace(b))
+        for b in (1, 1 << 20)
     ]
     assert plans[0].digest() != plans[1].digest()
     assert len(plans[0].routes) > len(plans[1].routes)
