@@ -127,7 +127,7 @@ def _print(found: Preview) -> None:
     console.print(facts)
     traffic = Table(title="elements received per rank and step")
     for column in ("", "gradients", "parameters", "exchange, mean", "exchange, busiest", "total"):
-        traffic.add_column(column, justify="right")
+        traffic.add_column(column, justify="right", no_wrap=not column)
     for row in found.traffic:
         numbers = (row.gradients, row.parameters, row.exchange_mean, row.exchange_busiest)
         total = row.gradients + row.parameters + row.exchange_mean

@@ -10,6 +10,9 @@ import deepspeed
 import pytest
 import torch
 
+from ds_muon.plan.predict import PlannedParameter, predict_layouts
+from ds_muon.preview import zero_settings
+from ds_muon.zero.seams import user_config
 from tests.harness import models, ranks
 from tests.harness.training import ds_config, start_engine, train_steps
 
@@ -68,7 +71,22 @@ def rebuild(*, zero_init: bool = False, steps: int = 0, **config: Any) -> dict[s
                     expected = weights[placement.offset : placement.offset + m.numel]
                     equal.append(torch.equal(rebuilt.to(expected.dtype), expected))
                     split += holders > 1
-    return {"equal": equal, "split": split, "masters": _masters_are_weights(engine, transport)}
+    return {
+        "equal": equal,
+        "split": split,
+        "masters": _masters_are_weights(engine, transport),
+        "predicted": _predicted(engine) == [plan.layout for plan in binding.engine.plans],
+    }
+
+
+def _predicted(engine: Any) -> list[Any]:
+    """The layouts that `ds_muon plan` expects of this engine."""
+    muon = [g for g in engine.basic_optimizer.preparation.groups if g.kind == "muon"]
+    groups = [
+        [PlannedParameter(numel=r.numel, placements=r.placements) for r in g.routes] for g in muon
+    ]
+    settings = zero_settings(user_config(engine))
+    return predict_layouts(groups, settings, world_size=torch.distributed.get_world_size())
 
 
 def _masters_are_weights(engine: Any, transport: Any) -> bool:
@@ -116,4 +134,5 @@ def test_matrices_rebuilt_from_fragments_are_the_parameters(world: int, name: st
             assert len(out["equal"]) == 14
             assert all(out["equal"])
             assert out["split"] > 0, "no matrix was split, the test shows nothing"
+            assert out["predicted"], "ds_muon plan expects another layout"
             assert out["masters"], "master weights differ from the model's weights"

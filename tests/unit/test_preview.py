@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from ds_muon.cli import build_model, main
+from ds_muon.preview import preview
+
+EXAMPLES = Path(__file__).parents[2] / "ds_config_examples"
+MODEL = "tests.harness.models:LlamaLike"
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A folder with a config.json, as Hugging Face publishes them."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_hugging_face_folder_is_planned_without_weights(
+    llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = build_model(str(llama))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    arguments = ["--config", str(EXAMPLES / "zero3.json"), "--model", str(llama), "--json"]
+    assert main(["plan", *arguments, "--world-size", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    per_layer = 64 * 64 * 2 + 2 * 32 * 64 + 3 * 64 * 160
+    assert (found["num_matrices"], found["matrix_numel"]) == (14, 2 * per_layer)
+    assert found["num_straddlers"] == 14
+    # 2 (N-1)/N * P/N, since 4 divides every matrix.
+    dmuon = next(t for t in found["traffic"] if t["optimizer"] == "DMuon")
+    assert dmuon["exchange_mean"] == 2 * 3 / 4 * 2 * per_layer / 4
+    assert dmuon["exchange_busiest"] >= dmuon["exchange_mean"]
+    rest = found["rest_numel"]
+    assert found["state_bytes"] == -(-(2 * per_layer * 4 + rest * 8) // 4)
+    assert found["adamw_state_bytes"] == -(-(2 * per_layer + rest) * 8 // 4)
+
+
+@pytest.mark.parametrize("example", ["stage0", "zero1", "zero2", "zero3", "exchange_broadcast"])
+def test_every_stage_is_planned_and_printed(
+    example: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "load.png"
+    arguments = ["--config", str(EXAMPLES / f"{example}.json"), "--model", MODEL]
+    assert main(["plan", *arguments, "--world-size", "3", "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
+    assert "14 x matrix" in printed and "makespan over sum/N" in printed
+    assert "built-in Muon" in printed or example in ("stage0", "exchange_broadcast")
+    assert plot.stat().st_size > 1000
+
+
+def test_warnings_name_the_sub_groups_and_the_cap() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)])
+    config = {
+        "optimizer": {"type": "DMuon", "params": {"workspace_mb": 4}},
+        "zero_optimization": {"stage": 3, "sub_group_size": 1_000_000},
+    }
+    found, _, plans = preview(model, config, world_size=4)
+    assert len(plans) == 2
+    assert any("sub_group_size = 1,000,000" in w for w in found.warnings)
+    assert any("0.weight needs" in w and "workspace_mb = 4" in w for w in found.warnings)
+    assert found.workspace_bytes > 4 * 2**20
+
+
+def test_buckets_follow_the_owners_load_and_the_bound_is_printed() -> None:
+    with torch.device("meta"):
+        model = torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False) for _ in range(9)])
+    config = {"optimizer": {"params": {}}, "zero_optimization": {"stage": 3}}
+    found, _, _ = preview(model, config, world_size=4)
+    # Nine equal matrices on four ranks: one rank runs three.
+    assert found.makespan_over_mean == pytest.approx(3 / (9 / 4))
+    mean, largest, shared = found.bound_terms
+    assert (largest, shared) == (mean / (9 / 4), 2 * largest)
+
+
+def test_check_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(EXAMPLES / "zero2.json")]) == 0
+    assert "valid; 5 steps" in capsys.readouterr().out
+    bad = tmp_path / "bad.json"
+    for text, words in (
+        ('{"optimizer": {"type": "DMuon", "params": {"momentm": 0.9}}}', "'momentum'"),
+        ('{"optimizer": {"type": "AdamW"}}', "'AdamW'"),
+        ("{", "not JSON"),
+    ):
+        bad.write_text(text)
+        assert main(["check", str(bad)]) == 1
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(["--model", "nowhere"], "module:callable"), (["--world-size", "0"], "at least 1")],
+)
+def test_plan_says_what_is_wrong(
+    change: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--config", str(EXAMPLES / "zero3.json"), "--model", MODEL, "--world-size", "2"]
+    assert main(["plan", *arguments, *change]) == 1
+    assert words in capsys.readouterr().err
