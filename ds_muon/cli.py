@@ -125,16 +125,20 @@ def _print(found: Preview) -> None:
     ):
         facts.add_row(name, value)
     console.print(facts)
-    traffic = Table(title="elements received per rank and step")
+    traffic = Table(title="millions of elements received per rank and step")
     for column in ("", "gradients", "parameters", "exchange, mean", "exchange, busiest", "total"):
         traffic.add_column(column, justify="right", no_wrap=not column)
     for row in found.traffic:
         numbers = (row.gradients, row.parameters, row.exchange_mean, row.exchange_busiest)
         total = row.gradients + row.parameters + row.exchange_mean
-        traffic.add_row(row.optimizer, *(f"{n:,.0f}" for n in (*numbers, total)))
+        traffic.add_row(row.optimizer, *(_millions(n) for n in (*numbers, total)))
     console.print(traffic)
     for warning in found.warnings:
         console.print(f"warning: {warning}", soft_wrap=True)
+
+
+def _millions(numel: float) -> str:
+    return f"{numel / 1e6:,.3f}" if numel < 1e8 else f"{numel / 1e6:,.0f}"
 
 
 def _plot(loads: Sequence[int], path: Path) -> None:

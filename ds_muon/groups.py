@@ -39,8 +39,53 @@ class RoutedGroup:
         return {**self.options, "params": list(self.parameters)}
 
 
+Incoming = list[tuple[dict[str, Any], list[nn.Parameter]]]
+# What a caller's group may set; any other key of the configuration would be ignored there.
+_GROUP_KEYS = frozenset({"lr", "weight_decay", "betas", "eps", "momentum"})
+
+
+def incoming_groups(model_parameters: Iterable[Any]) -> Incoming:
+    """Return the caller's groups, each with its settings; loose parameters form one without any.
+
+    Raises:
+        ValueError: a group sets a key that it cannot.
+    """
+    loose: list[nn.Parameter] = []
+    groups: Incoming = []
+    for item in model_parameters:
+        if isinstance(item, Mapping):
+            settings = {key: value for key, value in item.items() if key != "params"}
+            _require_group_keys(settings)
+            members = item["params"]
+            single = isinstance(members, nn.Parameter)
+            groups.append((settings, [members] if single else list(members)))
+        else:
+            loose.append(item[1] if isinstance(item, tuple) else item)
+    return [({}, loose), *groups] if loose else groups
+
+
+def group_tags(incoming: Incoming) -> dict[int, bool]:
+    """id(parameter) -> `use_muon`, of groups that set it."""
+    return {
+        id(p): bool(settings["use_muon"])
+        for settings, parameters in incoming
+        if "use_muon" in settings
+        for p in parameters
+    }
+
+
+def _require_group_keys(settings: Mapping[str, Any]) -> None:
+    reserved = {"kind", "lr_ratio", *DMuonConfig.model_fields} - _GROUP_KEYS
+    for key in settings:
+        if key in reserved:
+            raise ValueError(
+                f"DMuon: a parameter group sets {key!r}, which belongs in optimizer.params; a group "
+                f"may set {', '.join(sorted(_GROUP_KEYS))}, name and use_muon"
+            )
+
+
 def build_groups(
-    model_parameters: Iterable[Any],
+    incoming: Incoming,
     names: Mapping[int, str],
     table: RoutingTable,
     config: DMuonConfig,
@@ -48,14 +93,14 @@ def build_groups(
     """Split the caller's parameters or groups.
 
     Args:
-        model_parameters: parameters, and/or groups as torch.optim takes them.
+        incoming: of `incoming_groups`.
         names: id(parameter) -> cleaned name, of the model's parameters.
 
     Raises:
         ValueError: a parameter is not the model's.
     """
     groups: list[RoutedGroup] = []
-    for index, (given, parameters) in enumerate(_incoming(model_parameters)):
+    for index, (given, parameters) in enumerate(incoming):
         routed = [(p, table.routes[_name_of(p, names)]) for p in parameters if p.requires_grad]
         prefix = f"{given.get('name', f'group{index}')}." if given else ""
         parts = {
@@ -80,21 +125,6 @@ def build_groups(
                     )
                 )
     return tuple(groups)
-
-
-def _incoming(model_parameters: Iterable[Any]) -> list[tuple[dict[str, Any], list[nn.Parameter]]]:
-    """The caller's groups, each with its own settings; loose parameters form one without any."""
-    loose: list[nn.Parameter] = []
-    groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
-    for item in model_parameters:
-        if isinstance(item, Mapping):
-            settings = {key: value for key, value in item.items() if key != "params"}
-            members = item["params"]
-            single = isinstance(members, nn.Parameter)
-            groups.append((settings, [members] if single else list(members)))
-        else:
-            loose.append(item[1] if isinstance(item, tuple) else item)
-    return [({}, loose), *groups] if loose else groups
 
 
 def _name_of(parameter: nn.Parameter, names: Mapping[int, str]) -> str:
@@ -130,4 +160,4 @@ def _options(
         options["weight_decay"] = 0.0
     if "lr" in given:
         options["lr_ratio"] = 1.0
-    return {**options, **given}
+    return {**options, **{key: value for key, value in given.items() if key != "use_muon"}}

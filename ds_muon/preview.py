@@ -225,15 +225,10 @@ def traffic(
 
 
 def _warnings(config: DMuonConfig, settings: ZeroSettings, plans: Sequence[Plan]) -> list[str]:
-    found = [
-        f"{o.matrix} needs {o.need_bytes / _MIB:.0f} MiB on its owner, more than workspace_mb = "
-        f"{config.workspace_mb}; it runs alone (adamw_above_mb would give it to AdamW)"
-        for plan in plans
-        for o in plan.oversize
-    ]
+    found = [w for w in (p.oversize_warning(config.workspace_mb) for p in plans) if w]
     if settings.stage == 3 and len(plans) > 1:
         found.append(
             f"sub_group_size = {settings.sub_group_size:,} cuts the matrices into {len(plans)} "
             "sub-groups, each planned and exchanged by itself; owners balance within one only"
         )
-    return found[:20]
+    return found

@@ -13,11 +13,12 @@ import difflib
 import fnmatch
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ds_muon.config import DMuonConfig
 from ds_muon.plan.layout import Matrix, Placement
@@ -26,7 +27,8 @@ _HEAD_NAMES = frozenset(
     {"lm_head", "embed_out", "output_projection", "unembed", "head", "score", "classifier"}
 )
 _ROUTER_NAMES = frozenset({"gate", "router", "wg"})
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _MIB = 2**20
 
 
@@ -112,8 +114,13 @@ class RoutingTable:
         )
 
 
-def route_parameters(model: nn.Module, config: DMuonConfig) -> RoutingTable:
+def route_parameters(
+    model: nn.Module, config: DMuonConfig, tags: Mapping[int, bool] | None = None
+) -> RoutingTable:
     """Decide for every trainable parameter of `model`.
+
+    Args:
+        tags: id(parameter) -> `use_muon` of the caller's parameter group, over the parameter's own.
 
     Raises:
         ValueError: a pattern matches nothing, or asks for what cannot be a matrix.
@@ -125,7 +132,8 @@ def route_parameters(model: nn.Module, config: DMuonConfig) -> RoutingTable:
     heads = _output_heads(model)
     routes = {}
     for name, param in trainable.items():
-        routes[name] = _route(name, param, owners.get(id(param), []), heads, config)
+        tag = (tags or {}).get(id(param), getattr(param, "use_muon", None))
+        routes[name] = _route(name, param, owners.get(id(param), []), heads, config, tag)
     frozen = [p for p in named.values() if not p.requires_grad and len(layer_shape(p)) >= 2]
     return RoutingTable(routes=routes, num_frozen_matrices=len(frozen))
 
@@ -170,12 +178,12 @@ def _route(
     owners: list[nn.Module],
     heads: set[int],
     config: DMuonConfig,
+    tag: bool | None,
 ) -> Route:
     shape = layer_shape(param)
     placements, why_not = _matrices(name, shape, owners, config)
     reason = _ruled_out_by(name, param, shape, owners, heads) if placements else None
     forced = _first_match(name, config.include)
-    tag = getattr(param, "use_muon", None)
     if forced is not None and not placements:
         raise ValueError(f"include {forced!r} matches {name} of shape {shape}: {why_not}")
     if tag is True and forced is None:
@@ -242,6 +250,10 @@ def _matrices(
         if convolution.groups > 1:
             return (), "depthwise or grouped convolution"
         shape = (shape[0], torch.Size(shape[1:]).numel())
+    elif any(isinstance(m, ParametrizationList) for m in owners):
+        return (), "part of a parametrized weight"
+    elif len(shape) == 3 and shape[0] == 1:
+        return (), "a table with a leading dimension of 1"
     if len(shape) > 3:
         return (), f"{len(shape)}-D outside a convolution"
     stack, rows, cols = (1, *shape) if len(shape) == 2 else shape
@@ -279,7 +291,9 @@ def _row_blocks(name: str, rows: int, config: DMuonConfig) -> list[tuple[int, in
 
 
 def _is_transposed_linear(module: nn.Module) -> bool:
-    """Whether the module keeps its weight as (in, out), as transformers' Conv1D does."""
+    """Whether the module keeps its weight as (in, out): transformers' Conv1D, ConvTranspose."""
+    if isinstance(module, _TRANSPOSED):
+        return True
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return conv1d is not None and isinstance(module, conv1d)
 

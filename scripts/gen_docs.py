@@ -25,8 +25,10 @@ BEGIN, END = "<!-- begin supported -->\n", "<!-- end supported -->\n"
 RULES = """
 ## Rules
 
-- A parameter without a gradient counts as having a zero one: its momentum decays, its update is the
-  momentum's, and weight decay applies. Under ZeRO-1, 2 and 3 DeepSpeed's own reduction needs every
+- A parameter without a gradient counts as having a zero one: its momentum decays and weight decay
+  applies. A matrix goes on in the direction of its last momentum with steps of full size, as in any
+  Muon, since Newton-Schulz ignores scale: freeze what must stand still (requires_grad), or
+  `exclude` it. Under ZeRO-1, 2 and 3 DeepSpeed's own reduction needs every
   rank's backward to reach the same parameters, whatever the optimizer.
 - `get_global_grad_norm()` is the norm of the raw gradient. It is None where DeepSpeed has none:
   `compute_grad_norm: false`, and fp32 without ZeRO when `gradient_clipping` is 0.

@@ -83,13 +83,20 @@ def orthogonalize(matrix: Tensor, spec: OrthoSpec) -> Tensor:
 
 
 def _normalise(matrix: Tensor, spec: OrthoSpec) -> Tensor:
-    """Divide by the Frobenius norm, which bounds every singular value by one."""
+    """Divide by the Frobenius norm, which bounds every singular value by one.
+
+    In fp32 the largest element is divided out first: squares of a matrix that decayed to 1e-25, or
+    grew to 1e20, would leave fp32's range, and the iteration would start from a wrong norm.
+    """
     dtype = torch.float32 if spec.normalise_in == "fp32" else spec.compute_dtype
     if spec.normalise_in == "fp32":
         # The copy is contiguous whatever the input's strides: products want it so.
         x = matrix.to(dtype, copy=True, memory_format=torch.contiguous_format)
     else:
         x = matrix.to(dtype, copy=True)
+    if spec.normalise_in == "fp32":
+        largest = torch.linalg.vector_norm(x, float("inf"), dim=(-2, -1), keepdim=True)
+        x.div_(largest.clamp(min=torch.finfo(dtype).tiny))
     norm = x.norm(dim=(-2, -1), keepdim=True) if x.ndim == 3 else x.norm()
     norm = norm + spec.eps if spec.guard == "add" else norm.clamp(min=spec.eps)
     x.div_(norm if spec.divisor == 1.0 else norm * spec.divisor)

@@ -144,6 +144,11 @@ def resolve(config: DMuonConfig) -> OrthoSpec:
     restarts = recipe.gram_restarts if own_set and recipe.gram_restarts else None
     restarts = restarts or coefficients.gram_restarts.get(steps)
     triples = coefficients.schedule(steps, name=name)
+    if recipe.normalise_in == "compute" and dtype == "fp16":
+        raise ValueError(
+            f"recipe {config.recipe!r} casts before it normalises, and fp16 has no range for that; "
+            "use ns_dtype 'bf16' or 'fp32', or another recipe"
+        )
     if method == "gram":
         _require_safe_gram(name, steps, dtype, restarts)
     gram_safe = restarts is not None and dtype != "bf16"

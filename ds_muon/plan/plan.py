@@ -67,6 +67,18 @@ class Plan:
             found.append(load_of(route, owned))
         return found
 
+    def oversize_warning(self, workspace_mb: int) -> str | None:
+        """Say how many matrices exceed the cap and what the largest needs; None if none does."""
+        if not self.oversize:
+            return None
+        worst = max(self.oversize, key=lambda o: o.need_bytes)
+        return (
+            f"{len(self.oversize)} of {len(self.owners)} matrices exceed workspace_mb = "
+            f"{workspace_mb} by themselves and run with what they need, {worst.matrix} with "
+            f"{worst.need_bytes / 2**20:,.0f} MiB on its owner; raise workspace_mb to share "
+            "buckets, or set adamw_above_mb to train the largest with AdamW"
+        )
+
     def received_numel(self) -> tuple[int, ...]:
         """Elements per rank that arrive from others in one step, padding included."""
         received = [0] * self.layout.world_size

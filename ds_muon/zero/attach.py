@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ds_muon.checkpoint import CheckpointHeader
 from ds_muon.comm.agreement import require_agreement
 from ds_muon.config import DMuonConfig, parse
-from ds_muon.groups import RoutedGroup, build_groups
+from ds_muon.groups import RoutedGroup, build_groups, group_tags, incoming_groups
 from ds_muon.log import say
 from ds_muon.optimizer import MUON, Binding, MatrixOwnerOptimizer
 from ds_muon.ortho.newton_schulz import arithmetic_for
@@ -100,11 +100,12 @@ def _prepare(
     spec = resolve(config)
     device = torch.device(get_accelerator().current_device_name())
     facts["arithmetic"] = repr(arithmetic_for(spec, device))
-    table = route_parameters(engine.module, config)
+    incoming = incoming_groups(model_parameters)
+    table = route_parameters(engine.module, config, group_tags(incoming))
     table.require_matrices()
     facts["routing"] = _digest(table)
     names = {id(p): clean_name(name) for name, p in engine.module.named_parameters()}
-    groups = build_groups(model_parameters, names, table, config)
+    groups = build_groups(incoming, names, table, config)
     prepared = Preparation(config=config, spec=spec, groups=groups, transport=transport)
     return prepared, table
 
@@ -145,14 +146,9 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
     _correct_wrapper(engine)
     say(_describe(plans, step_engine, prepared), rank=transport.rank)
     for plan in plans:
-        for matrix in plan.oversize:
-            say(
-                f"{matrix.matrix} needs {matrix.need_bytes / _MIB:.0f} MiB on its owner, "
-                f"more than workspace_mb = {prepared.config.workspace_mb}; it runs alone. Raise "
-                "workspace_mb, or set adamw_above_mb to train it with AdamW",
-                rank=transport.rank,
-                level=logging.WARNING,
-            )
+        warning = plan.oversize_warning(prepared.config.workspace_mb)
+        if warning:
+            say(warning, rank=transport.rank, level=logging.WARNING)
 
 
 def _plan(leaf_set: LeafSet, prepared: Preparation) -> Plan:

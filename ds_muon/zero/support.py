@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import groups
 
@@ -89,6 +90,12 @@ def _model_parallel(engine: Any) -> bool:
     mpu = engine.mpu
     size = getattr(mpu, "get_model_parallel_world_size", lambda: 1)
     return mpu is not None and size() > 1
+
+
+def _has_no_masters(engine: Any) -> bool:
+    if engine.zero_optimization() or engine.bfloat16_enabled() or engine.fp16_enabled():
+        return False
+    return any(p.requires_grad and p.dtype != torch.float32 for p in engine.module.parameters())
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -173,6 +180,12 @@ REFUSALS: tuple[Refusal, ...] = (
             or e.bf16_master_weights_and_gradients()
             or e.bf16_optimizer_states()
         ),
+    ),
+    Refusal(
+        regime="low-precision weights without fp32 masters",
+        key="a model in bf16 or fp16, without ZeRO and without bf16.enabled or fp16.enabled",
+        remedy="enable bf16 or fp16 in the configuration",
+        is_asked=_has_no_masters,
     ),
     Refusal(
         regime="torch autocast",

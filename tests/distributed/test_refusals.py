@@ -53,6 +53,42 @@ def test_an_inexact_regime_is_refused_by_its_key(key: str) -> None:
         assert "docs/support.md" in text
 
 
+def bare_low_precision(*, stage: int) -> str:
+    """Run on a rank: a bf16 model, and a configuration that does not say so."""
+    model = models.build("llama").bfloat16()
+    config = ds_config(stage, params={"lr": 1e-2})
+    try:
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_weights_without_fp32_masters_are_refused() -> None:
+    for text in ranks.run(2, bare_low_precision, stage=0):
+        assert "without fp32 masters" in text and "enable bf16" in text
+    assert ranks.run(2, bare_low_precision, stage=2) == ["no error", "no error"]
+
+
+def odd_groups(settings: dict[str, Any]) -> str:
+    """Run on a rank: all parameters in one group with `settings`."""
+    model = models.build("llama")
+    groups = [{"params": model.parameters(), **settings}]
+    config = ds_config(1, params={"lr": 1e-2, "no_decay": "none"})
+    try:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    except ValueError as error:
+        return str(error)
+    return str(sorted({g["kind"] for g in engine.basic_optimizer.param_groups}))
+
+
+def test_keys_of_parameter_groups_are_honoured_or_refused() -> None:
+    assert ranks.run(1, odd_groups, settings={"use_muon": False}) == ["['adamw']"]
+    assert ranks.run(1, odd_groups, settings={"momentum": 0.9}) == ["['adamw', 'muon']"]
+    for key in ("kind", "lr_ratio", "muon_lr", "nesterov"):
+        assert repr(key) in ranks.run(1, odd_groups, settings={key: 1})[0]
+
+
 def every_rule() -> list[str]:
     """Run on a rank: ask each rule about an engine that wants its regime, and about a plain one."""
     from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum

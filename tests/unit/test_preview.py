@@ -74,7 +74,7 @@ def test_warnings_name_the_sub_groups_and_the_cap() -> None:
     found, _, plans = preview(model, config, world_size=4)
     assert len(plans) == 2
     assert any("sub_group_size = 1,000,000" in w for w in found.warnings)
-    assert any("0.weight needs" in w and "workspace_mb = 4" in w for w in found.warnings)
+    assert any("exceed workspace_mb = 4" in w and "0.weight" in w for w in found.warnings)
     assert found.workspace_bytes > 4 * 2**20
 
 

@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from ds_muon.config import parse
 from ds_muon.routing import RoutingTable, route_parameters
@@ -29,6 +30,9 @@ class Zoo(nn.Module):
         self.row = nn.Linear(8, 1)
         self.lora_A = nn.Linear(8, 2, bias=False)
         self.norm = nn.LayerNorm(8)
+        self.upsample = nn.ConvTranspose1d(8, 6, 5)
+        self.weighted = weight_norm(nn.Conv1d(6, 6, 3))
+        self.query_tokens = nn.Parameter(torch.zeros(1, 7, 6))
         self.A_log = nn.Parameter(torch.zeros(8, 4))
 
 
@@ -47,7 +51,9 @@ def test_each_kind_goes_where_it_belongs() -> None:
         "gate_proj.weight": [(16, 8)],
         "patch.weight": [(8, 12)],
         "experts": [(6, 4)] * 3,
+        "upsample.weight": [(8, 30)],
     }
+    assert table.routes["upsample.weight"].placements[0].matrix.transposed
     reasons = {n: r.reason for n, r in table.routes.items() if not r.is_muon}
     assert reasons["wte.weight"] == "embedding"
     assert reasons["wpe"] == "embedding by name"
@@ -57,6 +63,9 @@ def test_each_kind_goes_where_it_belongs() -> None:
     assert reasons["row.weight"] == "a side of 1"
     assert reasons["lora_A.weight"] == "LoRA factor"
     assert reasons["norm.weight"] == "1-D"
+    assert reasons["query_tokens"] == "a table with a leading dimension of 1"
+    weighted = "weighted.parametrizations.weight.original1"
+    assert reasons[weighted] == "part of a parametrized weight"
     offsets = [p.offset for p in table.routes["experts"].placements]
     names = [p.matrix.name for p in table.routes["experts"].placements]
     assert (offsets, names) == ([0, 24, 48], ["experts[0]", "experts[1]", "experts[2]"])
@@ -103,6 +112,8 @@ def test_include_exclude_tags_and_size() -> None:
     table = route_parameters(model, parse({}))
     assert "gate.weight" in muon(table)
     assert table.routes["proj.weight"].reason == "tagged use_muon = False"
+    table = route_parameters(model, parse({}), {id(model.gate.weight): False})
+    assert "gate.weight" not in muon(table)
     table = route_parameters(model, parse({"adamw_above_mb": 0.0004}))
     assert "adamw_above_mb" in table.routes["gate_proj.weight"].reason
     assert "gate.weight" in muon(table)
@@ -162,4 +173,4 @@ def test_the_report_counts_everything() -> None:
     lines = [line for line in report.splitlines() if not line.startswith(" ")]
     counted = [int(line.split(" elements")[0].split()[-1].replace(",", "")) for line in lines]
     assert sum(counted) == total
-    assert "6 matrices" in lines[0]
+    assert "7 matrices" in lines[0]
