@@ -79,7 +79,7 @@ def _require_group_keys(settings: Mapping[str, Any]) -> None:
     for key in settings:
         if key in reserved:
             raise ValueError(
-                f"DMuon: a parameter group sets {key!r}, which belongs in optimizer.params; a group "
+                f"DMuon: a parameter group sets {key!r}, which belongs in optimizer.params; it "
                 f"may set {', '.join(sorted(_GROUP_KEYS))}, name and use_muon"
             )
 
