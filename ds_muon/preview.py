@@ -15,14 +15,12 @@ from typing import Any
 from torch import nn
 
 from ds_muon.config import DMuonConfig, parse
-from ds_muon.ortho.recipes import OrthoSpec, resolve
-from ds_muon.plan.buckets import Workspace, buffer_sets
-from ds_muon.plan.costs import CostModel
-from ds_muon.plan.plan import Plan, build_plan
+from ds_muon.ortho.recipes import resolve
+from ds_muon.plan.plan import Plan
 from ds_muon.plan.predict import PlannedParameter, ZeroSettings, predict_layouts
+from ds_muon.planning import plan_layout
 from ds_muon.routing import Route, RoutingTable, route_parameters
 
-_MIB = 2**20
 _FP32 = 4
 
 
@@ -92,29 +90,11 @@ def preview(
     muon = [r for r in table.routes.values() if r.is_muon]
     group = [PlannedParameter(numel=r.numel, placements=r.placements) for r in muon]
     layouts = predict_layouts([group] if group else [], settings, world_size=world_size)
-    cost = cost_model(spec)
-    room = Workspace(
-        cap_bytes=config.workspace_mb * _MIB,
-        exchange=config.exchange,
-        sets=buffer_sets(config.max_inflight_buckets),
-        update_bytes=spec.compute_dtype.itemsize,
-    )
     plans = [
-        build_plan(layout, cost, owner_scope=config.owner_scope, workspace=room)
+        plan_layout(layout, config, spec, iterate_bytes=spec.compute_dtype.itemsize)
         for layout in layouts
     ]
-    return _summary(config, spec, table, muon, settings, plans, world_size), table, plans
-
-
-def cost_model(spec: OrthoSpec) -> CostModel:
-    """Costs on a device with products in the compute dtype."""
-    return CostModel(
-        steps=len(spec.triples),
-        gram_from=spec.gram_from,
-        gram_restarts=len(spec.gram_restarts),
-        wire_bytes=spec.wire_dtype.itemsize,
-        compute_bytes=spec.compute_dtype.itemsize,
-    )
+    return _summary(config, table, muon, settings, plans, world_size), table, plans
 
 
 def zero_settings(ds_config: Mapping[str, Any]) -> ZeroSettings:
@@ -133,7 +113,6 @@ def zero_settings(ds_config: Mapping[str, Any]) -> ZeroSettings:
 
 def _summary(
     config: DMuonConfig,
-    spec: OrthoSpec,
     table: RoutingTable,
     muon: Sequence[Route],
     settings: ZeroSettings,

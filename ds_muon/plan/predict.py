@@ -80,15 +80,20 @@ def sub_groups(
 
 
 def _flat(group: Sequence[PlannedParameter], settings: ZeroSettings, world_size: int) -> Layout:
-    order = list(group)
+    order = list(range(len(group)))
     if settings.round_robin_gradients:
-        order = [p for rank in range(world_size) for p in group[rank::world_size]]
-    placements, end = [], 0
-    for index, parameter in enumerate(order):
-        placements.extend(replace(p, offset=end + p.offset) for p in parameter.placements)
-        end += parameter.numel
-        if index < len(order) - 1:
+        order = [i for rank in range(world_size) for i in order[rank::world_size]]
+    starts, end = [0] * len(group), 0
+    for position, index in enumerate(order):
+        starts[index] = end
+        end += group[index].numel
+        if position < len(order) - 1:
             end += -end % settings.parameter_alignment
+    placements = [
+        replace(p, offset=start + p.offset)
+        for parameter, start in zip(group, starts, strict=True)
+        for p in parameter.placements
+    ]
     padded = math.ceil(end / (FLAT_ALIGNMENT * world_size)) * FLAT_ALIGNMENT * world_size
     return flat_partition_layout(
         placements, partition_numel=padded // world_size, world_size=world_size

@@ -28,9 +28,8 @@ from ds_muon.log import say
 from ds_muon.optimizer import MUON, Binding, MatrixOwnerOptimizer
 from ds_muon.ortho.newton_schulz import arithmetic_for
 from ds_muon.ortho.recipes import OrthoSpec, resolve
-from ds_muon.plan.buckets import Workspace, buffer_sets
-from ds_muon.plan.costs import CostModel
-from ds_muon.plan.plan import Plan, build_plan
+from ds_muon.plan.plan import Plan
+from ds_muon.planning import MIB, plan_layout
 from ds_muon.routing import RoutingTable, clean_name, route_parameters
 from ds_muon.step import StepEngine
 from ds_muon.zero import seams
@@ -45,7 +44,6 @@ _COMPARED_SECTIONS = (
     "gradient_clipping",
     "gradient_accumulation_steps",
 )
-_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,28 +150,11 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
 
 
 def _plan(leaf_set: LeafSet, prepared: Preparation) -> Plan:
-    spec, config = prepared.spec, prepared.config
     if leaf_set.layout is None:
         raise AssertionError("a Muon leaf set without a layout")
     device = torch.device(get_accelerator().current_device_name())
-    model = CostModel(
-        steps=len(spec.triples),
-        gram_from=spec.gram_from,
-        gram_restarts=len(spec.gram_restarts),
-        wire_bytes=spec.wire_dtype.itemsize,
-        compute_bytes=arithmetic_for(spec, device).storage.itemsize,
-    )
-    return build_plan(
-        leaf_set.layout,
-        model,
-        owner_scope=config.owner_scope,
-        workspace=Workspace(
-            cap_bytes=config.workspace_mb * _MIB,
-            exchange=config.exchange,
-            sets=buffer_sets(config.max_inflight_buckets),
-            update_bytes=spec.compute_dtype.itemsize,
-        ),
-    )
+    iterate_bytes = arithmetic_for(prepared.spec, device).storage.itemsize
+    return plan_layout(leaf_set.layout, prepared.config, prepared.spec, iterate_bytes=iterate_bytes)
 
 
 def _correct_wrapper(engine: Any) -> None:
@@ -227,7 +208,7 @@ def _describe(plans: Sequence[Plan], engine: StepEngine, prepared: Preparation) 
         f"plan: {matrices} matrices in {sum(len(p.routes) for p in plans)} buckets, exchange by "
         f"{chosen} ({why}), busiest owner {balance:.2f} x the mean; per step a rank receives "
         f"{sum(received) / world_size:,.0f} elements on average, {max(received, default=0):,} at "
-        f"most; exchange buffers {engine.buffers.nbytes / _MIB:.1f} MiB"
+        f"most; exchange buffers {engine.buffers.nbytes / MIB:.1f} MiB"
     )
 
 

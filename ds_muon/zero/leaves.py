@@ -95,9 +95,6 @@ def _read_whole(
     found: dict[str, list[tuple[Leaf, Route]]] = {}
     for group, tensors in zip(groups, masters, strict=True):
         for param, route, tensor in zip(group.parameters, group.routes, tensors, strict=True):
-            if not tensor.is_contiguous():
-                # The step works on flat views of the leaf.
-                tensor.data = tensor.data.contiguous()
             leaf = Leaf(
                 tensor=tensor,
                 slices=(_slice(route, group.kind, 0, 0, route.numel),),

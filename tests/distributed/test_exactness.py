@@ -23,9 +23,9 @@ def train_with_tiny_workspace(**kwargs: Any) -> dict[str, Any]:
     """Run on a rank: the cap in bytes instead of MiB, so that every bucket holds one matrix."""
     from unittest import mock
 
-    import ds_muon.zero.attach as attach
+    import ds_muon.planning as planning
 
-    with mock.patch.object(attach, "_MIB", 1):
+    with mock.patch.object(planning, "MIB", 1):
         return train(**kwargs)
 
 

@@ -168,10 +168,10 @@ def test_strategies_and_overlap_do_not_change_a_bit(stage: int, ns_dtype: str) -
 
 def watched(*, steps: int) -> list[bool]:
     """Run on a rank: compare all ranks' weights after every step, two buckets in flight."""
-    import ds_muon.zero.attach as attach
+    import ds_muon.planning as planning
 
     params = {"lr": 1e-2, "max_inflight_buckets": 2, "workspace_mb": 1}
-    with mock.patch.object(attach, "_MIB", 1):
+    with mock.patch.object(planning, "MIB", 1):
         engine = start_engine(ds_config(2, params=params))
     binding = engine.basic_optimizer.binding
     same = []

@@ -24,6 +24,7 @@ FLOOR_0 = {
     "ds_muon.log",
     "ds_muon.ortho",
     "ds_muon.plan",
+    "ds_muon.planning",
     "ds_muon.preview",
     "ds_muon.routing",
 }
