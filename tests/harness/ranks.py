@@ -89,11 +89,15 @@ def run(
     world_size: int,
     fn: Callable[..., Any],
     *,
-    timeout_s: float = 120.0,
+    timeout_s: float = 300.0,
     threads: int = 1,
     **kwargs: Any,
 ) -> list[Any]:
-    """Run `fn(**kwargs)` on `world_size` ranks and return their results in rank order."""
+    """Run `fn(**kwargs)` on `world_size` ranks and return their results in rank order.
+
+    The first run in a new environment waits for DeepSpeed to compile an operator; a hang in a
+    collective ends sooner, by its own time-out.
+    """
     if world_size not in _POOLS:
         _POOLS[world_size] = RankPool(world_size)
     try:
