@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,11 +22,22 @@ PLANS: tuple[dict[str, Any], ...] = (
 
 def train_with_tiny_workspace(**kwargs: Any) -> dict[str, Any]:
     """Run on a rank: the cap in bytes instead of MiB, so that every bucket holds one matrix."""
-    from unittest import mock
-
     import ds_muon.planning as planning
 
     with mock.patch.object(planning, "MIB", 1):
+        return train(**kwargs)
+
+
+def train_with_other_owners(**kwargs: Any) -> dict[str, Any]:
+    """Run on a rank: every matrix is owned by the next rank, so that other pieces travel."""
+    import ds_muon.plan.plan as plan
+
+    real = plan.assign_owners
+
+    def rotated(layout: Any, costs: Any, *, scope: str) -> tuple[int, ...]:
+        return tuple((o + 1) % layout.world_size for o in real(layout, costs, scope=scope))
+
+    with mock.patch.object(plan, "assign_owners", rotated):
         return train(**kwargs)
 
 
@@ -39,15 +51,16 @@ def test_plans_do_not_change_a_bit(stage: int, ns_dtype: str, threads: int) -> N
             4, train, threads=threads, stage=stage, steps=5, params={"ns_dtype": ns_dtype, **params}
         )
         digests |= {o["digest"] for o in run}
-    tiny = ranks.run(
-        4,
-        train_with_tiny_workspace,
-        threads=threads,
-        stage=stage,
-        steps=5,
-        params={"ns_dtype": ns_dtype},
-    )
-    digests |= {o["digest"] for o in tiny}
+    for run_on_rank in (train_with_tiny_workspace, train_with_other_owners):
+        run = ranks.run(
+            4,
+            run_on_rank,
+            threads=threads,
+            stage=stage,
+            steps=5,
+            params={"ns_dtype": ns_dtype},
+        )
+        digests |= {o["digest"] for o in run}
     assert len(digests) == 1
 
 
