@@ -6,35 +6,43 @@ Owns: how configuration and recipe become the integers that plan/ works with.
 
 from __future__ import annotations
 
+import functools
+
+import torch
+
 from ds_muon.config import DMuonConfig
+from ds_muon.ortho.chunks import staging_bytes
+from ds_muon.ortho.memory import iterate_bytes
 from ds_muon.ortho.recipes import OrthoSpec
-from ds_muon.plan.buckets import Workspace, buffer_sets
 from ds_muon.plan.costs import CostModel
 from ds_muon.plan.layout import Layout
+from ds_muon.plan.memory import Workspace, buffer_sets
 from ds_muon.plan.plan import Plan, build_plan
 
 MIB = 2**20
 
 
 def plan_layout(
-    layout: Layout, config: DMuonConfig, spec: OrthoSpec, *, iterate_bytes: int
+    layout: Layout, config: DMuonConfig, spec: OrthoSpec, *, storage: torch.dtype
 ) -> Plan:
     """Plan one layout.
 
     Args:
-        iterate_bytes: per element of an iterate; a device that emulates a dtype keeps fp32.
+        storage: dtype of the iterates; fp32 where a device emulates the compute dtype.
     """
     model = CostModel(
         steps=len(spec.triples),
         gram_from=spec.gram_from,
         gram_restarts=len(spec.gram_restarts),
-        wire_bytes=spec.wire_dtype.itemsize,
-        compute_bytes=iterate_bytes,
+        iterate_bytes=functools.partial(iterate_bytes, spec=spec, storage=storage),
     )
+    largest = max((m.numel for m in layout.matrices), default=0)
     workspace = Workspace(
         cap_bytes=config.workspace_mb * MIB,
         exchange=config.exchange,
         sets=buffer_sets(config.max_inflight_buckets),
+        wire_bytes=spec.wire_dtype.itemsize,
         update_bytes=spec.compute_dtype.itemsize,
+        staging_bytes=staging_bytes(largest),
     )
     return build_plan(layout, model, owner_scope=config.owner_scope, workspace=workspace)

@@ -90,10 +90,7 @@ def preview(
     muon = [r for r in table.routes.values() if r.is_muon]
     group = [PlannedParameter(numel=r.numel, placements=r.placements) for r in muon]
     layouts = predict_layouts([group] if group else [], settings, world_size=world_size)
-    plans = [
-        plan_layout(layout, config, spec, iterate_bytes=spec.compute_dtype.itemsize)
-        for layout in layouts
-    ]
+    plans = [plan_layout(layout, config, spec, storage=spec.compute_dtype) for layout in layouts]
     return _summary(config, table, muon, settings, plans, world_size), table, plans
 
 
@@ -125,7 +122,7 @@ def _summary(
     mean = sum(flops) / world_size
     shared = flops[world_size - 1] + flops[world_size] if len(flops) > world_size else 0
     bound_terms = (mean, flops[0] if flops else 0, shared)
-    span = makespan(plans)
+    span = sum(p.makespan() for p in plans)
     parts = world_size if settings.stage else 1
     momentum = {"fp32": 4, "bf16": 2}[config.momentum_dtype]
     straddlers = sum(
@@ -148,21 +145,9 @@ def _summary(
         traffic=traffic(settings.stage, world_size, matrix_numel, rest_numel, plans),
         state_bytes=math.ceil((matrix_numel * momentum + rest_numel * 2 * _FP32) / parts),
         adamw_state_bytes=math.ceil((matrix_numel + rest_numel) * 2 * _FP32 / parts),
-        workspace_bytes=max((p.peak_bytes for p in plans), default=0),
+        workspace_bytes=max((max(p.peak_bytes()) for p in plans), default=0),
         warnings=tuple(_warnings(config, settings, plans)),
     )
-
-
-def makespan(plans: Sequence[Plan]) -> int:
-    """Flops on the critical path: all ranks meet at every bucket's exchange."""
-    total = 0
-    for plan in plans:
-        for route in plan.routes:
-            loads = [0] * plan.layout.world_size
-            for index in route.matrices:
-                loads[plan.owners[index]] += plan.flops[index]
-            total += max(loads)
-    return total
 
 
 def traffic(

@@ -20,16 +20,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_muon.comm.buffers import ExchangeBuffers
-from ds_muon.comm.strategies import Slot, Way, plan_way
+from ds_muon.arena import Arena
+from ds_muon.comm.strategies import Slot
 from ds_muon.comm.transport import Pending, Transport
-from ds_muon.ortho.newton_schulz import orthogonalize
+from ds_muon.ortho.memory import iterate_views
+from ds_muon.ortho.newton_schulz import arithmetic_for, orthogonalize_into
 from ds_muon.ortho.recipes import OrthoSpec
 from ds_muon.ortho.update import advance_momentum, apply_update, lr_factor, write_direction
-from ds_muon.plan.buckets import buffer_sets
 from ds_muon.plan.layout import Fragment, Matrix
+from ds_muon.plan.memory import buffer_sets
 from ds_muon.plan.plan import Plan
-from ds_muon.plan.routes import BucketRoute
+from ds_muon.schedule import BucketSchedule, OwnedMatrix, schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,27 +50,6 @@ class LeafStep:
     lr: float
     weight_decay: float
     mu: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OwnedMatrix:
-    """One matrix of a bucket on its owner: what arrives, what is here, what departs."""
-
-    index: int
-    matrix: Matrix
-    arrivals: tuple[Slot, ...]
-    local: tuple[Fragment, ...]
-    departures: tuple[Slot, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _BucketSchedule:
-    """One bucket as this rank runs it; `replicas` are local copies of matrices owned elsewhere."""
-
-    way_in: Way
-    way_out: Way
-    owned: tuple[_OwnedMatrix, ...]
-    replicas: tuple[Fragment, ...]
 
 
 class StepEngine:
@@ -94,30 +74,18 @@ class StepEngine:
     ) -> None:
         self.transport = transport
         self._spec = spec
-        self._device = device
+        self._storage = arithmetic_for(spec, device).storage
         self._plans = tuple(plans)
         self._overlap = inflight > 1
-        self._schedules = [
-            tuple(_schedule(plan, route, transport.rank) for route in plan.routes) for plan in plans
-        ]
+        self._schedules = [schedule(plan, transport.rank) for plan in plans]
         self._factors = [
             tuple(_factor(spec.lr_scale, m) for m in plan.layout.matrices) for plan in plans
         ]
-        buckets = [bucket for schedule in self._schedules for bucket in schedule]
-        wire, compute = spec.wire_dtype.itemsize, spec.compute_dtype.itemsize
-        self.buffers = ExchangeBuffers(
-            send_bytes=max(
-                (max(b.way_in.send_numel * wire, b.way_out.send_numel * compute) for b in buckets),
-                default=0,
-            ),
-            receive_bytes=max(
-                (
-                    max(b.way_in.receive_numel * wire, b.way_out.receive_numel * compute)
-                    for b in buckets
-                ),
-                default=0,
-            ),
+        rank = transport.rank
+        self.arena = Arena(
+            exchange_bytes=max((p.exchange_bytes[rank] for p in plans), default=0),
             sets=buffer_sets(inflight),
+            iterate_bytes=max((p.iterate_bytes[rank] for p in plans), default=0),
             device=device,
             keep=keep_buffers,
         )
@@ -147,14 +115,14 @@ class StepEngine:
                 self._finish_out(done, buckets[done], leaving.pop(done), leaves, factors)
         for number, pending in leaving.items():
             self._finish_out(number, buckets[number], pending, leaves, factors)
-        self.buffers.release()
+        self.arena.release()
 
     def _start_in(
-        self, number: int, bucket: _BucketSchedule, leaves: Sequence[LeafStep]
+        self, number: int, bucket: BucketSchedule, leaves: Sequence[LeafStep]
     ) -> list[Pending]:
         """Advance momentum of everything that is not owned here, and send its direction off."""
-        way = bucket.way_in
-        sent = self.buffers.send(number, way.send_numel, self._spec.wire_dtype)
+        way, wire = bucket.way_in, self._spec.wire_dtype
+        sent = self.arena.send(number, bucket.buffers, wire, way_in=True)
         for slot in way.sends:
             if slot.piece is None:
                 raise AssertionError("only pieces travel in")
@@ -164,56 +132,64 @@ class StepEngine:
             advance_momentum(
                 _range(leaf.momentum, fragment), _range(leaf.grad, fragment), momentum=leaf.mu
             )
-        received = self.buffers.receive(number, way.receive_numel, self._spec.wire_dtype)
+        received = self.arena.receive(number, bucket.buffers, wire, way_in=True)
         return way.start(self.transport, received, sent)
 
     def _direction(self, fragment: Fragment, leaves: Sequence[LeafStep], *, out: Tensor) -> None:
         leaf = leaves[fragment.leaf]
         momentum, grad = _range(leaf.momentum, fragment), _range(leaf.grad, fragment)
         advance_momentum(momentum, grad, momentum=leaf.mu)
-        write_direction(out, momentum, grad, momentum=leaf.mu, nesterov=self._spec.nesterov)
+        write_direction(
+            out,
+            momentum,
+            grad,
+            momentum=leaf.mu,
+            nesterov=self._spec.nesterov,
+            rounded_to=self._spec.wire_dtype,
+        )
 
     def _run_owned(
         self,
-        owned: _OwnedMatrix,
+        owned: OwnedMatrix,
         number: int,
-        bucket: _BucketSchedule,
+        bucket: BucketSchedule,
         leaves: Sequence[LeafStep],
         factor: float,
     ) -> None:
         """Assemble one matrix, orthogonalise it, update the local part, pack the rest."""
-        matrix, spec = owned.matrix, self._spec
-        assembled = torch.empty(matrix.numel, dtype=spec.wire_dtype, device=self._device)
-        received = self.buffers.receive(number, bucket.way_in.receive_numel, spec.wire_dtype)
+        spec, shape = self._spec, (owned.matrix.rows, owned.matrix.cols)
+        x, matrix, scratch = iterate_views(self.arena.iterate(), *shape, spec, self._storage)
+        assembled = matrix.view(-1)
+        received = self.arena.receive(number, bucket.buffers, spec.wire_dtype, way_in=True)
         for slot in owned.arrivals:
             _in_matrix(assembled, slot).copy_(_in_buffer(received, slot))
         for fragment in owned.local:
             self._direction(fragment, leaves, out=_fragment(assembled, fragment))
-        update = orthogonalize(assembled.view(matrix.rows, matrix.cols), spec).reshape(-1)
-        sent = self.buffers.send(number, bucket.way_out.send_numel, spec.compute_dtype)
+        update = orthogonalize_into(x, matrix, spec, scratch).view(-1)
+        sent = self.arena.send(number, bucket.buffers, spec.compute_dtype, way_in=False)
         for slot in owned.departures:
             _in_buffer(sent, slot).copy_(_in_matrix(update, slot))
         for fragment in owned.local:
             self._apply(fragment, leaves, _fragment(update, fragment), factor)
 
-    def _start_out(self, number: int, bucket: _BucketSchedule) -> list[Pending]:
-        way, dtype = bucket.way_out, self._spec.compute_dtype
-        sent = self.buffers.send(number, way.send_numel, dtype)
-        received = self.buffers.receive(number, way.receive_numel, dtype)
-        return way.start(self.transport, received, sent)
+    def _start_out(self, number: int, bucket: BucketSchedule) -> list[Pending]:
+        dtype = self._spec.compute_dtype
+        sent = self.arena.send(number, bucket.buffers, dtype, way_in=False)
+        received = self.arena.receive(number, bucket.buffers, dtype, way_in=False)
+        return bucket.way_out.start(self.transport, received, sent)
 
     def _finish_out(
         self,
         number: int,
-        bucket: _BucketSchedule,
+        bucket: BucketSchedule,
         pending: list[Pending],
         leaves: Sequence[LeafStep],
         factors: Sequence[float],
     ) -> None:
         _wait(pending)
-        way = bucket.way_out
-        received = self.buffers.receive(number, way.receive_numel, self._spec.compute_dtype)
-        for slot in way.receives:
+        dtype = self._spec.compute_dtype
+        received = self.arena.receive(number, bucket.buffers, dtype, way_in=False)
+        for slot in bucket.way_out.receives:
             if slot.piece is None:
                 raise AssertionError("a holder reads pieces")
             update = _in_buffer(received, slot)
@@ -224,13 +200,7 @@ class StepEngine:
     ) -> None:
         leaf = leaves[fragment.leaf]
         weights = _range(leaf.weights, fragment)
-        apply_update(
-            weights,
-            update.to(weights.device),
-            lr=leaf.lr,
-            weight_decay=leaf.weight_decay,
-            scale=factor,
-        )
+        apply_update(weights, update, lr=leaf.lr, weight_decay=leaf.weight_decay, scale=factor)
 
 
 def _wait(pending: Sequence[Pending]) -> None:
@@ -241,43 +211,6 @@ def _wait(pending: Sequence[Pending]) -> None:
 def _factor(name: str, matrix: Matrix) -> float:
     rows, cols = (matrix.cols, matrix.rows) if matrix.transposed else (matrix.rows, matrix.cols)
     return lr_factor(name, rows, cols)
-
-
-def _schedule(plan: Plan, route: BucketRoute, rank: int) -> _BucketSchedule:
-    layout = plan.layout
-    numels = [m.numel for m in layout.matrices]
-    way_in = plan_way(plan.exchange, route, numels, rank, way_in=True)
-    way_out = plan_way(plan.exchange, route, numels, rank, way_in=False)
-    arrivals, departures = _by_matrix(way_in.receives), _by_matrix(way_out.sends)
-    local = {
-        index: tuple(f for f in layout.fragments[index] if f.rank == rank)
-        for index in route.matrices
-    }
-    owned = tuple(
-        _OwnedMatrix(
-            index=index,
-            matrix=layout.matrices[index],
-            arrivals=arrivals.get(index, ()),
-            local=local[index],
-            departures=departures.get(index, ()),
-        )
-        for index in route.matrices
-        if plan.owners[index] == rank
-    )
-    replicas = tuple(
-        fragment
-        for index in route.matrices
-        if layout.is_replicated(index) and plan.owners[index] != rank
-        for fragment in local[index]
-    )
-    return _BucketSchedule(way_in=way_in, way_out=way_out, owned=owned, replicas=replicas)
-
-
-def _by_matrix(slots: Sequence[Slot]) -> dict[int, tuple[Slot, ...]]:
-    found: dict[int, list[Slot]] = {}
-    for slot in slots:
-        found.setdefault(slot.matrix, []).append(slot)
-    return {index: tuple(items) for index, items in found.items()}
 
 
 def _range(leaf: Tensor, fragment: Fragment) -> Tensor:

@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from ds_muon.ortho.chunks import chunks
+
 
 @torch.no_grad()
 def advance_momentum(buffer: Tensor, grad: Tensor, *, momentum: float) -> None:
@@ -21,29 +23,34 @@ def advance_momentum(buffer: Tensor, grad: Tensor, *, momentum: float) -> None:
         buffer: flat (numel,), fp32 or a lower momentum dtype.
         grad: flat (numel,), fp32.
     """
-    if buffer.dtype == grad.dtype:
-        buffer.lerp_(grad, 1 - momentum)
-    else:
-        buffer.copy_(buffer.to(grad.dtype).lerp_(grad, 1 - momentum))
+    for held, new in chunks(buffer, grad):
+        if held.dtype == new.dtype:
+            held.lerp_(new, 1 - momentum)
+        else:
+            held.copy_(held.to(new.dtype).lerp_(new, 1 - momentum))
 
 
 @torch.no_grad()
 def write_direction(
-    out: Tensor, buffer: Tensor, grad: Tensor, *, momentum: float, nesterov: bool
+    out: Tensor,
+    buffer: Tensor,
+    grad: Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+    rounded_to: torch.dtype,
 ) -> None:
     """Write u, rounded to the wire dtype: what Newton-Schulz is applied to.
 
     Args:
-        out: flat (numel,) in the wire dtype; every piece is rounded, moved or not.
+        out: flat (numel,), in the wire dtype or one that holds all of its values.
         buffer: flat (numel,), already advanced by `grad`.
         grad: flat (numel,), fp32.
+        rounded_to: the wire dtype; every piece is rounded, moved or not.
     """
-    if not nesterov:
-        out.copy_(buffer)
-    elif buffer.dtype == grad.dtype:
-        out.copy_(grad.lerp(buffer, momentum))
-    else:
-        out.copy_(grad.lerp(buffer.to(grad.dtype), momentum))
+    for u, held, new in chunks(out, buffer, grad):
+        direction = new.lerp(held.to(new.dtype), momentum) if nesterov else held
+        u.copy_(direction.to(rounded_to))
 
 
 @torch.no_grad()
@@ -54,11 +61,12 @@ def apply_update(
 
     Args:
         leaf: flat (numel,), the master weights.
-        update: flat (numel,), the orthogonalised piece.
+        update: flat (numel,), the orthogonalised piece, on any device.
         lr: step length in units of the update before `scale`.
     """
-    leaf.mul_(1 - lr * weight_decay)
-    leaf.add_(update, alpha=-(lr * scale))
+    for weights, step in chunks(leaf, update):
+        weights.mul_(1 - lr * weight_decay)
+        weights.add_(step.to(weights.device), alpha=-(lr * scale))
 
 
 def lr_factor(name: str, rows: int, cols: int) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs of Newton-Schulz on one matrix, in flops and in bytes.
+"""Costs of Newton-Schulz on one matrix: flops by formula, or time by a measured table.
 
 Owns: the formulas that owners and buckets are planned by.
 Never does: run or time anything.
@@ -7,9 +7,13 @@ Never does: run or time anything.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-FP32_BYTES = 4
+from ds_muon.plan.layout import Matrix
+
+Shape = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,14 +24,15 @@ class CostModel:
         steps: Newton-Schulz steps.
         gram_from: long/short side ratio from which the Gram form runs; None: never.
         gram_restarts: how many of its steps recompute X X^T.
-        wire_bytes, compute_bytes: per element of the momentum pieces and of the iterates.
+        iterate_bytes: (rows, cols) -> bytes that an owner holds while it iterates the matrix.
+        measured: (short, long side) -> seconds, of shapes that were timed; None: flops only.
     """
 
     steps: int
     gram_from: float | None
     gram_restarts: int
-    wire_bytes: int
-    compute_bytes: int
+    iterate_bytes: Callable[[int, int], int]
+    measured: Mapping[Shape, float] | None = None
 
     def flops(self, rows: int, cols: int) -> int:
         """Flops of one orthogonalisation, two per multiply-add.
@@ -45,13 +50,24 @@ class CostModel:
         square_products = self.steps + (self.steps - segments) + 2 * (self.steps - segments)
         return segments * 4 * n * n * m + square_products * 2 * n**3
 
-    def workspace_bytes(self, rows: int, cols: int) -> int:
-        """Bytes live at the peak of one orthogonalisation, the assembled matrix included.
+    def costs(self, matrices: Sequence[Matrix]) -> tuple[int, ...]:
+        """Return what owners are balanced by: flops, or measured time in flops of the same sum.
 
-        The assembled input, its normalised fp32 copy and the cast iterate; or, later, the input,
-        two iterates and three n x n products. Iterates that emulate a dtype are fp32.
+        A shape that the table lacks costs its flops at the rate of the table's shapes together.
         """
-        n, numel = min(rows, cols), rows * cols
-        normalise = numel * (self.wire_bytes + FP32_BYTES + self.compute_bytes)
-        iterate = numel * (self.wire_bytes + 2 * self.compute_bytes)
-        return max(normalise, iterate + 3 * n * n * self.compute_bytes)
+        flops = [self.flops(m.rows, m.cols) for m in matrices]
+        if not self.measured or not flops:
+            return tuple(flops)
+        table_flops = sum(self.flops(*shape) for shape in self.measured)
+        seconds_per_flop = sum(self.measured.values()) / table_flops
+        seconds = [
+            self.measured.get(_shape(m), f * seconds_per_flop)
+            for m, f in zip(matrices, flops, strict=True)
+        ]
+        scale = sum(flops) / math.fsum(seconds)
+        return tuple(max(1, round(s * scale)) for s in seconds)
+
+
+def _shape(matrix: Matrix) -> Shape:
+    n, m = sorted((matrix.rows, matrix.cols))
+    return n, m

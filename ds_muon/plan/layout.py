@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +43,7 @@ class Matrix:
         return self.rows * self.cols
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fragment:
+class Fragment(NamedTuple):
     """A contiguous range of a matrix in one rank's leaf; offsets and numel in elements."""
 
     rank: int
@@ -134,28 +134,30 @@ def flat_partition_layout(
         placements: offsets are from the start of the flat buffer.
         partition_numel: elements per rank; rank r holds [r, r+1) times it.
     """
-    fragments = []
-    for placement in placements:
-        start, end = placement.offset, placement.offset + placement.matrix.numel
-        pieces = []
-        for rank in range(start // partition_numel, (end - 1) // partition_numel + 1):
-            left = max(start, rank * partition_numel)
-            right = min(end, (rank + 1) * partition_numel)
-            pieces.append(
-                Fragment(
-                    rank=rank,
-                    leaf=0,
-                    leaf_offset=left - rank * partition_numel,
-                    matrix_offset=left - start,
-                    numel=right - left,
-                )
-            )
-        fragments.append(tuple(pieces))
     return Layout(
         world_size=world_size,
         matrices=tuple(p.matrix for p in placements),
-        fragments=tuple(fragments),
+        fragments=tuple(_cut(p, partition_numel, leaf_base=0) for p in placements),
     )
+
+
+def _cut(placement: Placement, partition_numel: int, *, leaf_base: int) -> tuple[Fragment, ...]:
+    """Cut a matrix at the multiples of `partition_numel`; a rank's part starts at `leaf_base`."""
+    start, end = placement.offset, placement.offset + placement.matrix.numel
+    pieces = []
+    for rank in range(start // partition_numel, (end - 1) // partition_numel + 1):
+        left = max(start, rank * partition_numel)
+        right = min(end, (rank + 1) * partition_numel)
+        pieces.append(
+            Fragment(
+                rank=rank,
+                leaf=0,
+                leaf_offset=leaf_base + left - rank * partition_numel,
+                matrix_offset=left - start,
+                numel=right - left,
+            )
+        )
+    return tuple(pieces)
 
 
 def split_parameter_layout(
@@ -172,21 +174,13 @@ def split_parameter_layout(
         partition_numels: elements of each parameter per rank, padding included.
         leaf_offsets: where each parameter's piece starts in the leaf, on every rank.
     """
-    matrices, fragments = [], []
-    for placements, part, base in zip(parameters, partition_numels, leaf_offsets, strict=True):
-        flat = flat_partition_layout(placements, partition_numel=part, world_size=world_size)
-        matrices.extend(flat.matrices)
-        fragments.extend(
-            tuple(
-                Fragment(
-                    rank=p.rank,
-                    leaf=0,
-                    leaf_offset=base + p.leaf_offset,
-                    matrix_offset=p.matrix_offset,
-                    numel=p.numel,
-                )
-                for p in pieces
-            )
-            for pieces in flat.fragments
-        )
-    return Layout(world_size=world_size, matrices=tuple(matrices), fragments=tuple(fragments))
+    cuts = [
+        (placement, part, base)
+        for placements, part, base in zip(parameters, partition_numels, leaf_offsets, strict=True)
+        for placement in placements
+    ]
+    return Layout(
+        world_size=world_size,
+        matrices=tuple(placement.matrix for placement, _, _ in cuts),
+        fragments=tuple(_cut(p, part, leaf_base=base) for p, part, base in cuts),
+    )

@@ -11,36 +11,50 @@ from collections.abc import Sequence
 
 from ds_muon.plan.layout import Layout
 
+# Newton-Schulz flops that take as long as one element's way in and back: two bf16 values at
+# 450 GB/s beside 250 Tflop/s. A slower fabric only adds to the reasons for leaving a matrix.
+FLOPS_PER_MOVED_ELEMENT = 2000
+
 
 def assign_owners(layout: Layout, costs: Sequence[int], *, scope: str) -> tuple[int, ...]:
     """Choose an owner for every matrix.
 
-    Largest cost first, each to the least loaded candidate; then to the rank that receives least,
-    then to the one that holds most of it. "balance" takes every rank as a candidate, unless
-    leaving whole matrices where they are is no slower: then those cost no exchange at all
-    (experts that ZeRO-3 happens to keep whole). "straddlers" takes only ranks that hold a piece.
+    "straddlers": largest cost first, each to the least loaded of the ranks that hold a piece.
+    "balance": the best of three, by the busiest rank's cost and by the elements that the busiest
+    rank receives: largest first to the least loaded of all ranks; the same, but each to the rank
+    that holds most of it while that keeps the busiest rank no busier; and the same, but whole
+    matrices stay where they are (experts that ZeRO-3 keeps whole cost no exchange).
 
     Args:
-        costs: Newton-Schulz flops, or measured time, per matrix.
+        costs: Newton-Schulz flops, or measured time in the same unit, per matrix.
         scope: "balance" or "straddlers".
 
     Returns:
         The owner's rank per matrix.
     """
+    placing = _Placing(layout, costs)
     if scope == "straddlers":
-        return _largest_first(layout, costs, holders_only=True, whole_stay=True)
-    free = _largest_first(layout, costs, holders_only=False, whole_stay=False)
-    local = _largest_first(layout, costs, holders_only=False, whole_stay=True)
-    rank_by = [(makespan(layout, costs, o), moved_numel(layout, o)) for o in (free, local)]
-    return local if rank_by[1] <= rank_by[0] else free
+        return placing.largest_first(holders_only=True, whole_stay=True)
+    free = placing.largest_first()
+    limit = makespan(layout, costs, free)
+    candidates = (
+        placing.largest_first(whole_stay=True),
+        placing.largest_first(stay_below=limit),
+        free,
+    )
+    return min(candidates, key=placing.price)
 
 
 def makespan(layout: Layout, costs: Sequence[int], owners: Sequence[int]) -> int:
     """Cost of the busiest rank."""
+    return max(_loads(layout, costs, owners), default=0)
+
+
+def _loads(layout: Layout, costs: Sequence[int], owners: Sequence[int]) -> list[int]:
     loads = [0] * layout.world_size
     for cost, owner in zip(costs, owners, strict=True):
         loads[owner] += cost
-    return max(loads, default=0)
+    return loads
 
 
 def moved_numel(layout: Layout, owners: Sequence[int]) -> int:
@@ -50,27 +64,77 @@ def moved_numel(layout: Layout, owners: Sequence[int]) -> int:
     )
 
 
-def _largest_first(
-    layout: Layout, costs: Sequence[int], *, holders_only: bool, whole_stay: bool
-) -> tuple[int, ...]:
-    matrices = layout.matrices
-    owners = [-1] * len(matrices)
-    loads = [0] * layout.world_size
-    received = [0] * layout.world_size
-    by_cost = sorted(range(len(matrices)), key=lambda i: (-costs[i], matrices[i].name))
-    settled = [i for i in by_cost if whole_stay and len(layout.holders(i)) == 1]
-    for i in settled:
-        owners[i] = layout.holders(i)[0]
-        loads[owners[i]] += costs[i]
-    for i in by_cost:
-        if owners[i] >= 0:
-            continue
-        held = [0] * layout.world_size
-        for piece in layout.fragments[i]:
-            held[piece.rank] += piece.numel
-        candidates = layout.holders(i) if holders_only else range(layout.world_size)
-        owner = min(candidates, key=lambda r: (loads[r], received[r] - held[r], -held[r], r))
-        owners[i] = owner
-        loads[owner] += costs[i]
-        received[owner] += matrices[i].numel - held[owner]
-    return tuple(owners)
+class _Placing:
+    """Ways to place the matrices of one layout."""
+
+    def __init__(self, layout: Layout, costs: Sequence[int]) -> None:
+        self._layout, self._costs = layout, costs
+        self._names = [matrix.name for matrix in layout.matrices]
+        self._held_by = [_held_by(layout, i) for i in range(len(self._names))]
+        self._turns = _turns(costs, self._held_by)
+
+    def price(self, owners: Sequence[int]) -> int:
+        """Cost of the busiest rank, with what the rank that receives most waits for."""
+        received = [0] * self._layout.world_size
+        for matrix, held, owner in zip(self._layout.matrices, self._held_by, owners, strict=True):
+            received[owner] += matrix.numel - held.get(owner, 0)
+        busiest = max(received, default=0)
+        return makespan(self._layout, self._costs, owners) + FLOPS_PER_MOVED_ELEMENT * busiest
+
+    def largest_first(
+        self, *, holders_only: bool = False, whole_stay: bool = False, stay_below: int = -1
+    ) -> tuple[int, ...]:
+        """Largest cost first, each to the least loaded rank; then to the one that receives least.
+
+        Args:
+            holders_only: only ranks that hold a piece are candidates.
+            whole_stay: before the others, what one rank holds alone stays there.
+            stay_below: a matrix goes to the rank that holds most of it while that one's cost stays
+                within this.
+        """
+        size, costs = self._layout.world_size, self._costs
+        owners, loads, received = [-1] * len(self._names), [0] * size, [0] * size
+        whole = [whole_stay and len(held) == 1 for held in self._held_by]
+        for i in sorted(
+            range(len(owners)),
+            key=lambda i: (not whole[i], -costs[i], self._turns[i], self._names[i]),
+        ):
+            held = self._held_by[i]
+            most = max(held.values())
+            candidates: Sequence[int] = [
+                r for r, n in held.items() if n == most and loads[r] + costs[i] <= stay_below
+            ]
+            if not candidates:
+                candidates = list(held) if holders_only or whole[i] else range(size)
+            least = min(loads[r] for r in candidates) if len(candidates) < size else min(loads)
+            tied = [r for r in candidates if loads[r] == least]
+            nearest = [r for r in tied if r in held] if len(tied) > 1 else []
+            owner = min(
+                (min(tied, key=received.__getitem__), *nearest),
+                key=lambda r: (received[r] - held.get(r, 0), -held.get(r, 0), r),
+            )
+            owners[i] = owner
+            loads[owner] += costs[i]
+            received[owner] += self._layout.matrices[i].numel - held.get(owner, 0)
+        return tuple(owners)
+
+
+def _held_by(layout: Layout, index: int) -> dict[int, int]:
+    held: dict[int, int] = {}
+    for piece in layout.fragments[index]:
+        held[piece.rank] = held.get(piece.rank, 0) + piece.numel
+    return held
+
+
+def _turns(costs: Sequence[int], held_by: Sequence[dict[int, int]]) -> list[int]:
+    """Count, per matrix, the earlier ones of its cost that the same rank holds most of.
+
+    Matrices of equal cost are placed in this order, so that every rank's own come up in turn.
+    """
+    seen: dict[tuple[int, int], int] = {}
+    turns = []
+    for cost, held in zip(costs, held_by, strict=True):
+        key = (cost, max(held, key=lambda r: (held[r], -r)))
+        turns.append(seen.get(key, 0))
+        seen[key] = turns[-1] + 1
+    return turns

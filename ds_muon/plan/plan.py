@@ -11,9 +11,10 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ds_muon.plan.buckets import Oversize, Workspace, form_buckets
+from ds_muon.plan.buckets import Oversize, form_buckets
 from ds_muon.plan.costs import CostModel
 from ds_muon.plan.layout import Layout
+from ds_muon.plan.memory import Workspace
 from ds_muon.plan.owners import assign_owners
 from ds_muon.plan.routes import BucketRoute, route_bucket
 from ds_muon.plan.traffic import STRATEGIES, Leg, Load, leg, load_of
@@ -29,24 +30,51 @@ class Plan:
     Attributes:
         owners: rank per matrix.
         flops: of one orthogonalisation, per matrix.
+        costs: what owners are balanced by: flops, or measured time.
         routes: one per micro-bucket, in the order of the step.
-        exchange: the strategy, one of plan/traffic.py's.
+        workspace: memory and strategy; its `exchange` is one of plan/traffic.py's.
         oversize: matrices that exceed the workspace cap by themselves.
-        peak_bytes: exchange and iteration at their worst, on the rank that needs most.
+        exchange_bytes: per rank, buffers of its largest bucket; `workspace.sets` of them live.
+        iterate_bytes: per rank, of the largest matrix it owns.
     """
 
     layout: Layout
     owners: tuple[int, ...]
     flops: tuple[int, ...]
+    costs: tuple[int, ...]
     routes: tuple[BucketRoute, ...]
-    exchange: str
+    workspace: Workspace
     oversize: tuple[Oversize, ...]
-    peak_bytes: int
+    exchange_bytes: tuple[int, ...]
+    iterate_bytes: tuple[int, ...]
+
+    @property
+    def exchange(self) -> str:
+        """The exchange strategy."""
+        return self.workspace.exchange
+
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Exchange and iteration at their worst, per rank."""
+        fixed, sets = self.workspace.staging_bytes, self.workspace.sets
+        return tuple(
+            sets * exchange + iterate + fixed
+            for exchange, iterate in zip(self.exchange_bytes, self.iterate_bytes, strict=True)
+        )
+
+    def makespan(self) -> int:
+        """Cost on the critical path: all ranks meet at every bucket's exchange."""
+        total = 0
+        for route in self.routes:
+            loads = [0] * self.layout.world_size
+            for index in route.matrices:
+                loads[self.owners[index]] += self.costs[index]
+            total += max(loads)
+        return total
 
     def digest(self) -> str:
         """Hash of what the routes follow from; equal on all ranks, or they must not start."""
         buckets = tuple(route.matrices for route in self.routes)
-        facts = (self.layout, self.owners, buckets, self.exchange)
+        facts = (self.layout, self.owners, self.costs, buckets, self.workspace)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def legs(self) -> list[Leg]:
@@ -88,9 +116,16 @@ class Plan:
 
     def owner_flops(self) -> tuple[int, ...]:
         """Newton-Schulz flops per rank and step."""
+        return self._per_owner(self.flops)
+
+    def owner_costs(self) -> tuple[int, ...]:
+        """Costs per rank and step."""
+        return self._per_owner(self.costs)
+
+    def _per_owner(self, values: Sequence[int]) -> tuple[int, ...]:
         loads = [0] * self.layout.world_size
-        for owner, flops in zip(self.owners, self.flops, strict=True):
-            loads[owner] += flops
+        for owner, value in zip(self.owners, values, strict=True):
+            loads[owner] += value
         return tuple(loads)
 
 
@@ -100,36 +135,38 @@ def build_plan(layout: Layout, model: CostModel, *, owner_scope: str, workspace:
     Args:
         workspace: its `exchange` may be "auto": the strategy with the least predicted cost.
     """
-    flops = tuple(model.flops(m.rows, m.cols) for m in layout.matrices)
-    owners = assign_owners(layout, flops, scope=owner_scope)
+    costs = model.costs(layout.matrices)
+    owners = assign_owners(layout, costs, scope=owner_scope)
     if workspace.exchange != "auto":
-        return _with_strategy(layout, model, owners, flops, workspace)
+        return _with_strategy(layout, model, owners, costs, workspace)
     # The strategies are compared on the buckets of the one whose buffers are smallest.
     first = replace(workspace, exchange=STRATEGIES[0])
-    plan = _with_strategy(layout, model, owners, flops, first)
+    plan = _with_strategy(layout, model, owners, costs, first)
     loads = plan.loads()
-    best = min(STRATEGIES, key=lambda s: exchange_cost_bytes(loads, s, model.wire_bytes))
+    best = min(STRATEGIES, key=lambda s: exchange_cost_bytes(loads, s, workspace.wire_bytes))
     if best == plan.exchange:
         return plan
-    return _with_strategy(layout, model, owners, flops, replace(workspace, exchange=best))
+    return _with_strategy(layout, model, owners, costs, replace(workspace, exchange=best))
 
 
 def _with_strategy(
     layout: Layout,
     model: CostModel,
     owners: tuple[int, ...],
-    flops: Sequence[int],
+    costs: tuple[int, ...],
     workspace: Workspace,
 ) -> Plan:
-    buckets = form_buckets(layout, owners, flops, model, workspace)
+    buckets = form_buckets(layout, owners, costs, model, workspace)
     return Plan(
         layout=layout,
         owners=owners,
-        flops=tuple(flops),
+        flops=tuple(model.flops(m.rows, m.cols) for m in layout.matrices),
+        costs=costs,
         routes=tuple(route_bucket(layout, owners, bucket) for bucket in buckets.matrices),
-        exchange=workspace.exchange,
+        workspace=workspace,
         oversize=buckets.oversize,
-        peak_bytes=buckets.peak_bytes,
+        exchange_bytes=buckets.exchange_bytes,
+        iterate_bytes=buckets.iterate_bytes,
     )
 
 

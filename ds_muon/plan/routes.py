@@ -2,19 +2,19 @@
 """Routes: which ranges of a bucket's matrices travel from which rank to which.
 
 Owns: the way in (pieces to their owner) and the way out (the owner's update to every holder).
-Never does: move anything; comm/exchange.py walks these records.
+Never does: move anything; comm/strategies.py walks these records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ds_muon.plan.layout import Fragment, Layout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """A range of one matrix between a holder and the matrix's owner; all sizes in elements."""
 
     matrix: int

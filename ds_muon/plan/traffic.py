@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from ds_muon.plan.routes import BucketRoute
 
 STRATEGIES = ("all_to_all", "all_gather", "broadcast", "p2p")
+# Every rank receives exactly what it needs, both ways.
+PERSONAL = ("all_to_all", "p2p")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,23 +64,27 @@ class Leg:
 def load_of(route: BucketRoute, owned_numel: Sequence[int]) -> Load:
     """Sum a bucket's pieces per rank; `owned_numel` are its matrices' elements per owner."""
     size = route.world_size
-    sums: dict[bool, tuple[list[int], list[int]]] = {}
-    peers: dict[bool, set[tuple[int, int]]] = {True: set(), False: set()}
-    for way_in in (True, False):
-        away, home = [0] * size, [0] * size
-        for piece in route.moving(way_in=way_in):
-            away[piece.holder] += piece.numel
-            home[piece.owner] += piece.numel
-            peers[way_in].add((piece.holder, piece.owner))
-        sums[way_in] = (away, home)
+    away_in, home_in, away_out, home_out = ([0] * size for _ in range(4))
+    peers_in, peers_out = set[tuple[int, int]](), set[tuple[int, int]]()
+    for (_, holder, owner, fragment), inward in zip(route.pieces, route.inbound, strict=True):
+        if holder == owner:
+            continue
+        numel = fragment.numel
+        away_out[holder] += numel
+        home_out[owner] += numel
+        peers_out.add((holder, owner))
+        if inward:
+            away_in[holder] += numel
+            home_in[owner] += numel
+            peers_in.add((holder, owner))
     return Load(
-        away_in=tuple(sums[True][0]),
-        home_in=tuple(sums[True][1]),
-        away_out=tuple(sums[False][0]),
-        home_out=tuple(sums[False][1]),
+        away_in=tuple(away_in),
+        home_in=tuple(home_in),
+        away_out=tuple(away_out),
+        home_out=tuple(home_out),
         owned=tuple(owned_numel),
-        peers_in=_messages(peers[True], size),
-        peers_out=_messages(peers[False], size),
+        peers_in=_messages(peers_in, size),
+        peers_out=_messages(peers_out, size),
     )
 
 
@@ -99,35 +105,64 @@ def leg(strategy: str, load: Load, *, way_in: bool) -> Leg:
     if strategy not in STRATEGIES:
         raise ValueError(f"exchange {strategy!r} is unknown; valid: {', '.join(STRATEGIES)}")
     away, home = (load.away_in, load.home_in) if way_in else (load.away_out, load.home_out)
-    size, silent = len(away), not any(away)
+    size = len(away)
     zeros = (0,) * size
-    if silent:
+    if not any(away):
         return Leg(
             send_numel=zeros, receive_numel=zeros, received=zeros, padding=zeros, calls=zeros
         )
+    contributed = away if way_in else load.owned
+    widest, everything = max(contributed), sum(load.owned)
+    numels = [
+        way_numels(
+            strategy,
+            size,
+            away=away[r],
+            home=home[r],
+            owned=load.owned[r],
+            widest=widest,
+            everything=everything,
+            way_in=way_in,
+        )
+        for r in range(size)
+    ]
+    send, receive = (tuple(n) for n in zip(*numels, strict=True))
+    received, padding, calls = receive, zeros, (1,) * size
     if strategy == "all_gather":
-        contributed = away if way_in else load.owned
-        width = max(contributed)
-        others = [sum(contributed) - c for c in contributed]
-        return Leg(
-            send_numel=(width,) * size,
-            receive_numel=(size * width,) * size,
-            received=((size - 1) * width,) * size,
-            padding=tuple((size - 1) * width - o for o in others),
-            calls=(1,) * size,
+        received = ((size - 1) * widest,) * size
+        padding = tuple(
+            r - (sum(contributed) - c) for r, c in zip(received, contributed, strict=True)
         )
-    if strategy == "broadcast" and not way_in:
-        received = tuple(sum(load.owned) - o for o in load.owned)
-        owners = sum(o > 0 for o in load.owned)
-        return Leg(
-            send_numel=load.owned,
-            receive_numel=received,
-            received=received,
-            padding=zeros,
-            calls=(owners,) * size,
-        )
-    send, receive = (away, home) if way_in else (home, away)
-    calls = (1,) * size
-    if strategy == "p2p":
+    elif strategy == "broadcast" and not way_in:
+        calls = (sum(o > 0 for o in load.owned),) * size
+    elif strategy == "p2p":
         calls = load.peers_in if way_in else load.peers_out
-    return Leg(send_numel=send, receive_numel=receive, received=receive, padding=zeros, calls=calls)
+    return Leg(
+        send_numel=send, receive_numel=receive, received=received, padding=padding, calls=calls
+    )
+
+
+def way_numels(
+    strategy: str,
+    world_size: int,
+    *,
+    away: int,
+    home: int,
+    owned: int,
+    widest: int,
+    everything: int,
+    way_in: bool,
+) -> tuple[int, int]:
+    """Return the elements of one rank's send and receive buffer on a way that moves anything.
+
+    Args:
+        away, home: pieces held for others, pieces held by others for this rank.
+        owned: elements of the whole matrices that this rank owns.
+        widest: largest contribution of any rank: `away` on the way in, `owned` on the way out.
+        everything: elements of all matrices of the bucket.
+    """
+    if strategy == "all_gather":
+        return widest, world_size * widest
+    if strategy == "broadcast" and not way_in:
+        return owned, everything - owned
+    return (away, home) if way_in else (home, away)

@@ -153,8 +153,8 @@ def _plan(leaf_set: LeafSet, prepared: Preparation) -> Plan:
     if leaf_set.layout is None:
         raise AssertionError("a Muon leaf set without a layout")
     device = torch.device(get_accelerator().current_device_name())
-    iterate_bytes = arithmetic_for(prepared.spec, device).storage.itemsize
-    return plan_layout(leaf_set.layout, prepared.config, prepared.spec, iterate_bytes=iterate_bytes)
+    storage = arithmetic_for(prepared.spec, device).storage
+    return plan_layout(leaf_set.layout, prepared.config, prepared.spec, storage=storage)
 
 
 def _correct_wrapper(engine: Any) -> None:
@@ -208,7 +208,7 @@ def _describe(plans: Sequence[Plan], engine: StepEngine, prepared: Preparation) 
         f"plan: {matrices} matrices in {sum(len(p.routes) for p in plans)} buckets, exchange by "
         f"{chosen} ({why}), busiest owner {balance:.2f} x the mean; per step a rank receives "
         f"{sum(received) / world_size:,.0f} elements on average, {max(received, default=0):,} at "
-        f"most; exchange buffers {engine.buffers.nbytes / MIB:.1f} MiB"
+        f"most; exchange and iteration hold {engine.arena.nbytes / MIB:.1f} MiB here"
     )
 
 

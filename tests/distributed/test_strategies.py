@@ -13,11 +13,11 @@ from torch import Tensor
 import ds_muon.step as step_module
 from ds_muon.config import parse
 from ds_muon.ortho.recipes import resolve
-from ds_muon.plan.buckets import Workspace, buffer_sets
-from ds_muon.plan.costs import CostModel
 from ds_muon.plan.layout import Matrix, Placement, split_parameter_layout
-from ds_muon.plan.plan import build_plan, exchange_cost_bytes
+from ds_muon.plan.memory import buffer_sets
+from ds_muon.plan.plan import exchange_cost_bytes
 from ds_muon.plan.traffic import STRATEGIES
+from ds_muon.planning import plan_layout
 from ds_muon.step import LeafStep, StepEngine
 from ds_muon.zero.seams import DeepSpeedTransport
 from tests.distributed.test_exactness import train_with_tiny_workspace
@@ -42,10 +42,9 @@ def restore(*, strategy: str) -> dict[str, Any]:
         leaf_offsets=offsets,
         world_size=4,
     )
-    spec = resolve(parse({"ns_dtype": "fp32", "nesterov": False}))
-    model = CostModel(steps=5, gram_from=None, gram_restarts=0, wire_bytes=4, compute_bytes=4)
-    room = Workspace(cap_bytes=1 << 20, exchange=strategy, sets=1, update_bytes=4)
-    plan = build_plan(layout, model, owner_scope="balance", workspace=room)
+    config = parse({"ns_dtype": "fp32", "nesterov": False, "exchange": strategy})
+    spec = resolve(config)
+    plan = plan_layout(layout, config, spec, storage=torch.float32)
     transport = CountingTransport(DeepSpeedTransport())
     engine = StepEngine(
         transport, spec, [plan], device=torch.device("cpu"), inflight=1, keep_buffers=True
@@ -58,7 +57,7 @@ def restore(*, strategy: str) -> dict[str, Any]:
                 grad[f.leaf_offset : f.leaf_offset + f.numel] = source
     seen: list[Tensor] = []
 
-    def keep(matrix: Tensor, spec: Any) -> Tensor:
+    def keep(x: Tensor, matrix: Tensor, *rest: Any) -> Tensor:
         seen.append(matrix.clone())
         return matrix
 
@@ -71,7 +70,7 @@ def restore(*, strategy: str) -> dict[str, Any]:
         weight_decay=0.0,
         mu=0.0,
     )
-    with mock.patch.object(step_module, "orthogonalize", keep):
+    with mock.patch.object(step_module, "orthogonalize_into", keep):
         engine.run(0, [leaf])
     restored = [
         any(torch.equal(m.reshape(-1), w) for w in whole.values() if w.numel() == m.numel())
@@ -202,13 +201,10 @@ def test_auto_takes_the_cheapest_and_overlap_takes_more_buffers() -> None:
         leaf_offsets=[1024 * i for i in range(8)],
         world_size=4,
     )
-    model = CostModel(steps=5, gram_from=None, gram_restarts=0, wire_bytes=2, compute_bytes=2)
-    rooms = {
-        s: Workspace(cap_bytes=1 << 20, exchange=s, sets=buffer_sets(1), update_bytes=2)
-        for s in ("auto", *STRATEGIES)
-    }
+    configs = {s: parse({"exchange": s}) for s in ("auto", *STRATEGIES)}
     plans = {
-        s: build_plan(layout, model, owner_scope="balance", workspace=r) for s, r in rooms.items()
+        s: plan_layout(layout, config, resolve(config), storage=torch.bfloat16)
+        for s, config in configs.items()
     }
     costs = {s: exchange_cost_bytes(plans["auto"].loads(), s, 2) for s in STRATEGIES}
     assert costs[plans["auto"].exchange] == min(costs.values())

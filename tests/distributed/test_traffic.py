@@ -140,8 +140,7 @@ def living_between_steps(*, stage: int) -> dict[str, int]:
             if isinstance(t, torch.Tensor) and t.untyped_storage().nbytes()
         }
         found[f"after {steps}"] = sum(storages.values())
-    buffers = engine.basic_optimizer.binding.engine.buffers
-    found["workspace"] = buffers.nbytes
+    found["workspace"] = engine.basic_optimizer.binding.engine.arena.nbytes
     return found
 
 

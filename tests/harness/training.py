@@ -115,13 +115,13 @@ def digest(tensors: dict[str, Tensor]) -> str:
 def counting_newton_schulz() -> Iterator[list[tuple[int, ...]]]:
     """Collect the shape of every matrix that this rank orthogonalises."""
     shapes: list[tuple[int, ...]] = []
-    real = ds_muon.step.orthogonalize
+    real = ds_muon.step.orthogonalize_into
 
-    def counted(matrix: Tensor, spec: Any) -> Tensor:
+    def counted(x: Tensor, matrix: Tensor, *rest: Any) -> Tensor:
         shapes.append(tuple(matrix.shape))
-        return real(matrix, spec)
+        return real(x, matrix, *rest)
 
-    with mock.patch.object(ds_muon.step, "orthogonalize", counted):
+    with mock.patch.object(ds_muon.step, "orthogonalize_into", counted):
         yield shapes
 
 

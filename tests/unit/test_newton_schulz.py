@@ -104,7 +104,7 @@ def test_momentum_that_decays_to_nothing_stays_finite() -> None:
     grad, out = torch.zeros_like(buffer), torch.empty(24 * 40, dtype=spec.wire_dtype)
     for _ in range(2100):
         advance_momentum(buffer, grad, momentum=0.95)
-        write_direction(out, buffer, grad, momentum=0.95, nesterov=True)
+        write_direction(out, buffer, grad, momentum=0.95, nesterov=True, rounded_to=spec.wire_dtype)
         update = orthogonalize(out.view(24, 40), spec).reshape(-1)
         apply_update(leaf, update, lr=1e-3, weight_decay=0.1, scale=1.0)
         assert float(update.float().norm()) < 1.2 * 24**0.5
@@ -208,7 +208,7 @@ def test_momentum_and_direction(dtype: torch.dtype, nesterov: bool) -> None:
     assert buffer.dtype == dtype
     assert torch.allclose(buffer.float(), expected, atol=1e-6 if dtype == torch.float32 else 1e-2)
     out = torch.empty(9, dtype=torch.bfloat16)
-    write_direction(out, buffer, grad, momentum=0.9, nesterov=nesterov)
+    write_direction(out, buffer, grad, momentum=0.9, nesterov=nesterov, rounded_to=out.dtype)
     wanted = 0.9 * buffer.float() + 0.1 * grad if nesterov else buffer.float()
     assert torch.equal(out, wanted.bfloat16()) or torch.allclose(out.float(), wanted, rtol=2**-7)
 

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks: elementwise passes go over large tensors in pieces, so that temporaries are small.
+
+Owns: the size of a piece, and the bytes that a pass may hold at once. Elementwise results do not
+depend on where a tensor is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+CHUNK_NUMEL = 2**21
+# Per element a momentum buffer widened to fp32, the direction in fp32, and the direction rounded.
+_BYTES_PER_ELEMENT = 10
+
+
+def chunks(*flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split flat tensors of equal length alike."""
+    return zip(*(t.split(CHUNK_NUMEL) for t in flat), strict=True)
+
+
+def staging_bytes(numel: int) -> int:
+    """Bytes that an elementwise pass over `numel` elements holds at most, besides its operands."""
+    return _BYTES_PER_ELEMENT * min(numel, CHUNK_NUMEL)
