@@ -40,6 +40,16 @@ class QkClipConfig(BaseModel):
     tau: float = Field(100.0, gt=0.0, description="largest attention logit before rescaling")
 
 
+class MetricsConfig(BaseModel):
+    """What a step took, per bucket and over all ranks."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    every: int = Field(0, ge=0, description="optimizer steps between records; 0 = never")
+    monitor: bool = Field(True, description="write to DeepSpeed's monitor, as it is configured")
+    buckets: bool = Field(False, description="log a line per bucket on rank 0")
+
+
 class DMuonConfig(BaseModel):
     """`optimizer.params` of `"type": "DMuon"`, validated and frozen."""
 
@@ -119,7 +129,9 @@ class DMuonConfig(BaseModel):
     )
     qk_clip: QkClipConfig | None = Field(None, description="MuonClip")
     verify_every: int = Field(0, ge=0, description="steps between self-checks; 0 = never")
-    metrics: dict[str, Any] = Field({}, description="per-bucket log and monitor")
+    metrics: MetricsConfig = Field(
+        MetricsConfig(), description='{"every": k}: times, memory, balance and norms, every k steps'
+    )
     amsgrad: Literal[False] = Field(False, description="DeepSpeed AdamW's key; false only")
     bias_correction: Literal[True] = Field(True, description="DeepSpeed AdamW's key; true only")
     per_head_muon: bool = Field(False, description="the built-in's key: one matrix per head")
@@ -155,14 +167,11 @@ class DMuonConfig(BaseModel):
 # Keys whose machinery this version does not have: the values it can honour, and what is missing.
 _RESERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ns_backend": (("auto", "eager"), "other Newton-Schulz backends"),
-    "owner_costs": ((None,), "measured owner costs"),
     "reshard_after_forward": ((None,), "parameter lifetimes"),
     "param_source": (("shards",), "packed owner broadcasts"),
     "hide_param_gather": ((False,), "the hidden parameter gather"),
     "hsdp": ((None,), "replicate x shard groups"),
     "qk_clip": ((None,), "MuonClip"),
-    "verify_every": ((0,), "verify mode"),
-    "metrics": (({},), "metrics"),
     "per_head_muon": ((False,), "per-head matrices by model inspection; use split"),
 }
 

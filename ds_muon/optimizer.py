@@ -18,7 +18,10 @@ from torch import Tensor
 
 from ds_muon.checkpoint import CheckpointHeader
 from ds_muon.config import DMuonConfig
+from ds_muon.metrics import Recorder, StepStats
 from ds_muon.step import LeafStep, StepEngine
+from ds_muon.verify import Verifier
+from ds_muon.watch import StepWatch
 
 MUON, ADAMW = "muon", "adamw"
 _MOMENTUM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -36,12 +39,20 @@ class Binding:
             plan i.
         adamw_leaves: leaves of ADAMW groups.
         header: what a checkpoint says about these leaves.
+        recorder, verifier: observe the steps, where the configuration asks for it.
     """
 
     engine: StepEngine
     leaf_sets: tuple[tuple[Tensor, ...], ...]
     adamw_leaves: tuple[Tensor, ...]
     header: CheckpointHeader
+    recorder: Recorder | None = None
+    verifier: Verifier | None = None
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """All leaves of an optimizer step."""
+        return (*chain.from_iterable(self.leaf_sets), *self.adamw_leaves)
 
 
 class MatrixOwnerOptimizer(torch.optim.Optimizer):
@@ -105,6 +116,14 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
                 "exp_avg_sq": torch.zeros_like(leaf),
             }
         self._binding = binding
+        observers = [o for o in (binding.recorder, binding.verifier) if o is not None]
+        self._watch = StepWatch(binding.leaves, observers)
+
+    @property
+    def last_stats(self) -> StepStats | None:
+        """The latest record of `metrics`, or None."""
+        recorder = self._binding.recorder if self._binding is not None else None
+        return recorder.last if recorder is not None else None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -117,15 +136,25 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
             raise ValueError("DMuon does not take a closure: gradients are reduced before the step")
         if self._binding is None:
             return
+        with self._watch.stepping([*self._leaves()]):
+            self._step(self._binding)
+
+    def _step(self, binding: Binding) -> None:
+        recorder = binding.recorder
+        recording = recorder if recorder is not None and recorder.active else None
         steps: dict[int, LeafStep] = {}
         for group in self.param_groups:
             if group["kind"] == ADAMW:
-                self._step_adam(group)
+                self._step_adam(group, recording)
             else:
                 steps.update((id(leaf), self._leaf_step(leaf, group)) for leaf in group["params"])
-        for index, leaves in enumerate(self._binding.leaf_sets):
+        run = binding.engine.run if binding.verifier is None else binding.verifier.run
+        for index, leaves in enumerate(binding.leaf_sets):
             if steps and id(leaves[0]) in steps:
-                self._binding.engine.run(index, [steps[id(leaf)] for leaf in leaves])
+                run(index, [steps[id(leaf)] for leaf in leaves])
+        if recording is not None:
+            for leaf in steps.values():
+                recording.gradient(MUON, leaf.grad)
 
     def _leaf_step(self, leaf: Tensor, group: Mapping[str, Any]) -> LeafStep:
         grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -138,7 +167,7 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
             mu=group["momentum"],
         )
 
-    def _step_adam(self, group: Mapping[str, Any]) -> None:
+    def _step_adam(self, group: Mapping[str, Any], recorder: Recorder | None) -> None:
         inner = self._adam
         for leaf in group["params"]:
             if leaf.grad is None:
@@ -149,6 +178,12 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
         # The state is this optimizer's own; whoever replaces it replaces it here too.
         inner.state = self.state
         inner.step()
+        if recorder is not None and self._binding is not None:
+            slices = self._binding.header.slices
+            for leaf in group["params"]:
+                recorder.gradient(ADAMW, leaf.grad)
+                used = sum(piece.numel for piece in slices[id(leaf)])
+                recorder.moments(self.state[leaf], options, used)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict, with a versioned `ds_muon` entry once bound."""
@@ -171,6 +206,8 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
         for index, leaf in enumerate(leaves):
             for key, value in self.state[leaf].items():
                 value.copy_(state_dict["state"][index][key])
+        if self._binding is not None and self._binding.verifier is not None:
+            self._binding.verifier.forget()
 
     def require_own(self, state_dict: Mapping[str, Any]) -> list[Tensor]:
         """Check that a state dict is of this very run's shape; return the leaves it is for.

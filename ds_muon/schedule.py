@@ -20,10 +20,15 @@ from ds_muon.plan.routes import BucketRoute
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedMatrix:
-    """One matrix of a bucket on its owner: what arrives, what is here, what departs."""
+    """One matrix of a bucket on its owner: what arrives, what is here, what departs.
+
+    Attributes:
+        leaf: the leaf that holds its pieces, the same on all ranks.
+    """
 
     index: int
     matrix: Matrix
+    leaf: int
     arrivals: tuple[Slot, ...]
     local: tuple[Fragment, ...]
     departures: tuple[Slot, ...]
@@ -65,6 +70,7 @@ def _bucket(plan: Plan, route: BucketRoute, rank: int) -> BucketSchedule:
         OwnedMatrix(
             index=index,
             matrix=layout.matrices[index],
+            leaf=layout.fragments[index][0].leaf,
             arrivals=arrivals.get(index, ()),
             local=local[index],
             departures=departures.get(index, ()),

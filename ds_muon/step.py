@@ -14,6 +14,7 @@ this one's Newton-Schulz. Every rank issues in(0), in(1), out(0), in(2), out(1),
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from ds_muon.arena import Arena
 from ds_muon.comm.strategies import Slot
 from ds_muon.comm.transport import Pending, Transport
+from ds_muon.metrics import Recorder
 from ds_muon.ortho.memory import iterate_views
 from ds_muon.ortho.newton_schulz import arithmetic_for, orthogonalize_into
 from ds_muon.ortho.recipes import OrthoSpec
@@ -59,7 +61,10 @@ class StepEngine:
         plans: every plan that will be run, so that the buffers are sized once.
         device: where exchange and Newton-Schulz run; leaves may live elsewhere.
         inflight: buckets whose exchange may be under way at a time.
-        keep_buffers: hold the exchange buffers between steps.
+        keep_buffers: hold the working memory between steps.
+
+    Attributes:
+        recorder: observes the steps it is active in, if there is one.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class StepEngine:
         keep_buffers: bool,
     ) -> None:
         self.transport = transport
+        self.recorder: Recorder | None = None
         self._spec = spec
         self._storage = arithmetic_for(spec, device).storage
         self._plans = tuple(plans)
@@ -105,17 +111,28 @@ class StepEngine:
             ahead = min(number + 1, len(buckets) - 1) if self._overlap else number
             for coming in range(number, ahead + 1):
                 if coming not in arriving:
-                    arriving[coming] = self._start_in(coming, buckets[coming], leaves)
-            _wait(arriving[number])
-            for owned in bucket.owned:
-                self._run_owned(owned, number, bucket, leaves, factors[owned.index])
-            leaving[number] = self._start_out(number, bucket)
+                    with self._phase(plan_index, coming, "in"):
+                        arriving[coming] = self._start_in(coming, buckets[coming], leaves)
+            with self._phase(plan_index, number, "in"):
+                _wait(arriving[number])
+            with self._phase(plan_index, number, "ns"):
+                for owned in bucket.owned:
+                    self._run_owned(owned, number, bucket, leaves, factors[owned.index])
+            with self._phase(plan_index, number, "out"):
+                leaving[number] = self._start_out(number, bucket)
             done = number - 1 if self._overlap else number
             if done in leaving:
-                self._finish_out(done, buckets[done], leaving.pop(done), leaves, factors)
+                with self._phase(plan_index, done, "out"):
+                    self._finish_out(buckets[done], done, leaving.pop(done), leaves, factors)
         for number, pending in leaving.items():
-            self._finish_out(number, buckets[number], pending, leaves, factors)
+            with self._phase(plan_index, number, "out"):
+                self._finish_out(buckets[number], number, pending, leaves, factors)
         self.arena.release()
+
+    def _phase(self, plan: int, bucket: int, name: str) -> contextlib.AbstractContextManager[None]:
+        if self.recorder is not None and self.recorder.active:
+            return self.recorder.phase(plan, bucket, name)
+        return contextlib.nullcontext()
 
     def _start_in(
         self, number: int, bucket: BucketSchedule, leaves: Sequence[LeafStep]
@@ -166,6 +183,8 @@ class StepEngine:
         for fragment in owned.local:
             self._direction(fragment, leaves, out=_fragment(assembled, fragment))
         update = orthogonalize_into(x, matrix, spec, scratch).view(-1)
+        if self.recorder is not None and self.recorder.active:
+            self.recorder.matrix(update, leaves[owned.leaf].lr * factor)
         sent = self.arena.send(number, bucket.buffers, spec.compute_dtype, way_in=False)
         for slot in owned.departures:
             _in_buffer(sent, slot).copy_(_in_matrix(update, slot))
@@ -180,8 +199,8 @@ class StepEngine:
 
     def _finish_out(
         self,
-        number: int,
         bucket: BucketSchedule,
+        number: int,
         pending: list[Pending],
         leaves: Sequence[LeafStep],
         factors: Sequence[float],

@@ -87,9 +87,8 @@ class Verifier:
     def begin(self) -> None:
         """Hash what this rank holds."""
         self.step += 1
-        mask = 2**63 - 1
         self._hashes = [
-            (31 * known + _hash(tensor)) & mask
+            (31 * known + _hash(tensor)) % 2**61
             for known, tensor in zip(self._hashes, self._replicated.values(), strict=True)
         ]
         if self._left_masters is not None:
@@ -232,4 +231,4 @@ def _piece(flats: Sequence[Tensor], fragment: Fragment) -> Tensor:
 
 
 def _hash(tensor: Tensor) -> int:
-    return int(torch.hash_tensor(tensor.detach())) & (2**63 - 1)
+    return int(torch.hash_tensor(tensor.detach()).view(torch.int64)) if tensor.numel() else 0

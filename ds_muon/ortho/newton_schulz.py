@@ -177,7 +177,7 @@ class _Iterate:
         self._width = _block_cols(n, m, spec)
         self._block = scratch[count * square :][: n * self._width]
         # Bit parity with an original includes the orientation in which it holds its iterates.
-        self._spare_like_x = not spec.native_products
+        self._row_by_row = spec.native_products
 
     def gram(self, out: Tensor) -> Tensor:
         """Out <- X X^T."""
@@ -187,10 +187,10 @@ class _Iterate:
         """X <- beta X + factor X."""
         n, m = self.x.shape
         if self._width >= m:
-            spare = self._spare if self._spare is not None else self._other()
+            spare = self._view_of(self._spare if self._spare is not None else self._block)
             addmm(self.x, factor, self.x, beta=beta, out=spare)
             self.arithmetic.round_(spare)
-            self.x, self._spare = spare, self.x
+            self.x, self._spare = spare, self._memory_of(self.x)
             return
         for block in self.x.split(self._width, dim=1):
             old = self._block[: block.numel()]
@@ -199,12 +199,13 @@ class _Iterate:
             addmm(block, factor, old, beta=beta, out=block)
             self.arithmetic.round_(block)
 
-    def _other(self) -> Tensor:
-        """A buffer of X's shape; laid out as X is, or else row by row."""
+    def _view_of(self, flat: Tensor) -> Tensor:
+        """Flat memory as X: in the orientation of the matrix, or else always row by row."""
         n, m = self.x.shape
-        if self._tall and self._spare_like_x:
-            return self._block.view(m, n).mT
-        return self._block.view(n, m)
+        return flat.view(m, n).mT if self._tall and not self._row_by_row else flat.view(n, m)
+
+    def _memory_of(self, x: Tensor) -> Tensor:
+        return (x if x.is_contiguous() else x.mT).view(-1)
 
     def result(self) -> Tensor:
         """X in its own orientation, contiguous."""
@@ -213,7 +214,7 @@ class _Iterate:
             return x
         if self._spare is None:
             raise AssertionError("an iterate of another orientation comes from two buffers")
-        return self._spare.mT.copy_(x)
+        return self._spare.view(self._rows, self._cols).copy_(x)
 
 
 def _iterate_standard(iterate: _Iterate, spec: OrthoSpec) -> None:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from ds_muon.routing import RoutingTable, clean_name, route_parameters
 from ds_muon.step import StepEngine
 from ds_muon.zero import seams
 from ds_muon.zero.leaves import LeafSet, read_leaf_sets
+from ds_muon.zero.observe import recorder_for, verifier_for
 from ds_muon.zero.support import refuse_unsupported
 
 _COMPARED_SECTIONS = (
@@ -125,26 +127,32 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         problem = error
     facts = {f"plan of leaf set {i}": plan.digest() for i, plan in enumerate(plans)}
     require_agreement(transport, {"plans": str(len(plans)), **facts}, problem=problem)
+    config = prepared.config
     step_engine = StepEngine(
         transport,
         prepared.spec,
         plans,
         device=torch.device(get_accelerator().current_device_name()),
-        inflight=prepared.config.max_inflight_buckets,
-        keep_buffers=prepared.config.preallocate_workspace,
+        inflight=config.max_inflight_buckets,
+        keep_buffers=config.preallocate_workspace,
     )
+    muon_sets = tuple(s.tensors for s in sets if s.kind == MUON)
+    adamw_leaves = tuple(t for s in sets if s.kind != MUON for t in s.tensors)
+    masters = [*chain.from_iterable(muon_sets), *adamw_leaves]
     optimizer.bind(
         Binding(
             engine=step_engine,
-            leaf_sets=tuple(s.tensors for s in sets if s.kind == MUON),
-            adamw_leaves=tuple(t for s in sets if s.kind != MUON for t in s.tensors),
+            leaf_sets=muon_sets,
+            adamw_leaves=adamw_leaves,
             header=_header(engine, prepared, sets),
+            recorder=recorder_for(engine, step_engine, config),
+            verifier=verifier_for(engine, step_engine, config, prepared.spec, masters),
         )
     )
     _correct_wrapper(engine)
     say(_describe(plans, step_engine, prepared), rank=transport.rank)
     for plan in plans:
-        warning = plan.oversize_warning(prepared.config.workspace_mb)
+        warning = plan.oversize_warning(config.workspace_mb)
         if warning:
             say(warning, rank=transport.rank, level=logging.WARNING)
 

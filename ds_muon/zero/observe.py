@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observe: the recorder and the verifier of an engine, as the configuration asks for them.
+
+Owns: what they need of DeepSpeed: its accelerator's memory counters, its monitor, and the loads
+after which master weights are new.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from ds_muon.comm.transport import Transport
+from ds_muon.config import DMuonConfig
+from ds_muon.log import say
+from ds_muon.metrics import MemoryProbe, Recorder, StepStats
+from ds_muon.ortho.recipes import OrthoSpec
+from ds_muon.routing import clean_name
+from ds_muon.step import StepEngine
+from ds_muon.verify import Verifier
+
+
+def recorder_for(engine: Any, step_engine: StepEngine, config: DMuonConfig) -> Recorder | None:
+    """Build the recorder that `metrics` asks for, and let the step engine show it its phases."""
+    if not config.metrics.every:
+        return None
+    transport = step_engine.transport
+    accelerator = get_accelerator()
+    device = torch.device(accelerator.current_device_name())
+    sinks: list[Callable[[StepStats], None]] = []
+    if config.metrics.monitor and engine.monitor.enabled:
+        sinks.append(functools.partial(_write_to_monitor, engine))
+    if config.metrics.buckets:
+        sinks.append(lambda stats: say(stats.table(), rank=transport.rank))
+    recorder = Recorder(
+        config.metrics.every,
+        step_engine.plans,
+        rank=transport.rank,
+        device=device,
+        share=functools.partial(_share, transport, device),
+        copies=1 if engine.zero_optimization() else transport.world_size,
+        memory=MemoryProbe(
+            allocated=accelerator.memory_allocated,
+            peak=accelerator.max_memory_allocated,
+            reset_peak=accelerator.reset_peak_memory_stats,
+        ),
+        sinks=sinks,
+    )
+    step_engine.recorder = recorder
+    return recorder
+
+
+def _share(transport: Transport, device: torch.device, numbers: list[float]) -> list[list[float]]:
+    sent = torch.tensor(numbers, dtype=torch.float64, device=device)
+    received = sent.new_empty(transport.world_size * len(numbers))
+    transport.all_gather(received, sent).wait()
+    return received.view(transport.world_size, -1).tolist()
+
+
+def _write_to_monitor(engine: Any, stats: StepStats) -> None:
+    events = [(f"Train/DMuon/{k}", v, engine.global_samples) for k, v in stats.scalars().items()]
+    engine.monitor.write_events(events)
+
+
+def verifier_for(
+    engine: Any,
+    step_engine: StepEngine,
+    config: DMuonConfig,
+    spec: OrthoSpec,
+    masters: Sequence[Tensor],
+) -> Verifier | None:
+    """Build the verifier that `verify_every` asks for."""
+    if not config.verify_every:
+        return None
+    partitioned = int(engine.zero_optimization_stage()) == 3
+    named = () if partitioned else engine.module.named_parameters()
+    verifier = Verifier(
+        config.verify_every,
+        step_engine,
+        spec,
+        replicated={clean_name(name): parameter for name, parameter in named},
+        masters=masters,
+    )
+    for name in ("load_checkpoint", "load_module_state_dict"):
+        setattr(engine, name, _then(getattr(engine, name), verifier.forget))
+    return verifier
+
+
+def _then(function: Callable[..., Any], follow: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        follow()
+        return result
+
+    return both
