@@ -102,12 +102,14 @@ class DMuonConfig(BaseModel):
     owner_scope: Literal["balance", "straddlers"] = Field(
         "balance", description="any rank may own a matrix, or only ranks that hold a piece"
     )
-    owner_costs: str | None = Field(None, description="path of a measured cost table")
+    owner_costs: str | None = Field(
+        None, description="path of a cost table from scripts/bench_newton_schulz.py --save"
+    )
     workspace_mb: int = Field(512, ge=1, description="cap on exchange and NS buffers, MiB per rank")
     max_inflight_buckets: int = Field(
         1, ge=1, le=2, description="2: exchange of the next bucket under Newton-Schulz of this one"
     )
-    preallocate_workspace: bool = Field(True, description="keep the exchange buffers between steps")
+    preallocate_workspace: bool = Field(True, description="keep the working memory between steps")
     reshard_after_forward: bool | None = Field(
         None, description="ZeRO-3 lifetime of matrices; null = ZeRO's own"
     )

@@ -7,6 +7,9 @@ Owns: how configuration and recipe become the integers that plan/ works with.
 from __future__ import annotations
 
 import functools
+import json
+import math
+from pathlib import Path
 
 import torch
 
@@ -29,12 +32,16 @@ def plan_layout(
 
     Args:
         storage: dtype of the iterates; fp32 where a device emulates the compute dtype.
+
+    Raises:
+        ValueError: the table of `owner_costs` cannot be used.
     """
     model = CostModel(
         steps=len(spec.triples),
         gram_from=spec.gram_from,
         gram_restarts=len(spec.gram_restarts),
         iterate_bytes=functools.partial(iterate_bytes, spec=spec, storage=storage),
+        measured=read_owner_costs(config.owner_costs) if config.owner_costs else None,
     )
     largest = max((m.numel for m in layout.matrices), default=0)
     workspace = Workspace(
@@ -46,3 +53,29 @@ def plan_layout(
         staging_bytes=staging_bytes(largest),
     )
     return build_plan(layout, model, owner_scope=config.owner_scope, workspace=workspace)
+
+
+def read_owner_costs(path: str) -> dict[tuple[int, int], float]:
+    """Read a measured cost table, as scripts/bench_newton_schulz.py --save writes it.
+
+    Returns:
+        (short, long side) -> seconds of one orthogonalisation.
+
+    Raises:
+        ValueError: names the file and what is wrong with it.
+    """
+    rule = (
+        'owner_costs must name a JSON file {"seconds": [[short side, long side, seconds], ...]}, '
+        "as scripts/bench_newton_schulz.py --save writes it"
+    )
+    try:
+        rows = json.loads(Path(path).read_text())["seconds"]
+        table = {(int(n), int(m)): float(seconds) for n, m, seconds in rows}
+    except OSError as error:
+        raise ValueError(f"{rule}; {path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{rule}; {path} is not that: {error!r}") from None
+    wrong = [row for row, s in table.items() if not (0 < row[0] <= row[1] and 0 < s < math.inf)]
+    if wrong or not table:
+        raise ValueError(f"{rule}; {path} has an unusable entry: {wrong[0] if wrong else 'none'}")
+    return table

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preview: what a run would do, from a ds_config and a model on the meta device; no ranks, no GPU.
 
-Owns: the numbers of `ds_muon plan` as one record; cli.py prints them.
+Owns: the numbers of `ds_muon plan` as one record; show.py prints them.
 Never does: import DeepSpeed, or hold weights.
 """
 
@@ -15,13 +15,31 @@ from typing import Any
 from torch import nn
 
 from ds_muon.config import DMuonConfig, parse
-from ds_muon.ortho.recipes import resolve
+from ds_muon.ortho.recipes import OrthoSpec, resolve
+from ds_muon.plan.layout import Layout
 from ds_muon.plan.plan import Plan
 from ds_muon.plan.predict import PlannedParameter, ZeroSettings, predict_layouts
 from ds_muon.planning import plan_layout
 from ds_muon.routing import Route, RoutingTable, route_parameters
 
 _FP32 = 4
+# What NCCL allocates per peer and direction for sends and receives: one channel's NCCL_BUFFSIZE.
+_CONNECTION_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What predicted times follow from; None: no times.
+
+    Attributes:
+        flops: Newton-Schulz flops per second of one rank.
+        bandwidth: bytes per second that one rank receives.
+        latency: seconds per collective or message.
+    """
+
+    flops: float
+    bandwidth: float
+    latency: float = 10e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +49,7 @@ class Traffic:
     Attributes:
         gradients, parameters: ZeRO's own legs, from the stage's formulas.
         exchange_mean, exchange_busiest: pieces of matrices, counted from the plan.
+        seconds: predicted, of gradients, parameters and exchange at the given rates.
     """
 
     optimizer: str
@@ -38,6 +57,19 @@ class Traffic:
     parameters: float
     exchange_mean: float
     exchange_busiest: float
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """One matrix: who holds it, who owns it and when it is its turn."""
+
+    name: str
+    rows: int
+    cols: int
+    holders: tuple[int, ...]
+    owner: int
+    bucket: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +77,13 @@ class Preview:
     """The plan of a run in numbers.
 
     Attributes:
-        makespan_over_mean: sum over buckets of the busiest owner's flops, over the mean.
+        makespan_over_mean: sum over buckets of the busiest owner's cost, over the mean.
         bound_terms: lower bounds of the same for whole matrices: the mean, the largest matrix, and
             the two that must share a rank when there are more matrices than ranks.
         state_bytes: optimizer state per rank: momentum, and AdamW's two moments.
-        workspace_bytes: exchange buffers and iteration at their peak, largest over ranks.
+        workspace_bytes: exchange buffers and iteration at their peak, per rank.
+        communicator_bytes: estimate of what NCCL allocates for the exchange's connections.
+        ns_seconds, exchange_seconds: predicted, on the critical path, at the given rates.
     """
 
     world_size: int
@@ -60,13 +94,17 @@ class Preview:
     num_straddlers: int
     num_buckets: int
     exchange: tuple[str, ...]
+    padding_numel: int
     makespan_over_mean: float
     makespan_over_bound: float
     bound_terms: tuple[float, float, float]
     traffic: tuple[Traffic, ...]
     state_bytes: int
     adamw_state_bytes: int
-    workspace_bytes: int
+    workspace_bytes: tuple[int, ...]
+    communicator_bytes: int
+    ns_seconds: float | None
+    exchange_seconds: float | None
     warnings: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,31 +112,74 @@ class Preview:
         return asdict(self)
 
 
-def preview(
-    model: nn.Module, ds_config: Mapping[str, Any], *, world_size: int
-) -> tuple[Preview, RoutingTable, list[Plan]]:
-    """Plan a run of `model` on `world_size` ranks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is planned: a model's parameters under a configuration."""
+
+    config: DMuonConfig
+    spec: OrthoSpec
+    settings: ZeroSettings
+    table: RoutingTable
+    low_precision: bool
+
+    @property
+    def muon(self) -> list[Route]:
+        """Parameters that Muon trains."""
+        return [r for r in self.table.routes.values() if r.is_muon]
+
+    @property
+    def matrix_numel(self) -> int:
+        """Elements that Muon trains."""
+        return sum(r.numel for r in self.muon)
+
+    @property
+    def rest_numel(self) -> int:
+        """Elements that AdamW trains."""
+        return sum(r.numel for r in self.table.routes.values()) - self.matrix_numel
+
+    @property
+    def momentum_bytes(self) -> int:
+        """Bytes per element of momentum."""
+        return {"fp32": 4, "bf16": 2}[self.config.momentum_dtype]
+
+    def layouts(self, world_size: int) -> list[Layout]:
+        """Predict ZeRO's layouts on `world_size` ranks."""
+        group = [PlannedParameter(numel=r.numel, placements=r.placements) for r in self.muon]
+        return predict_layouts([group] if group else [], self.settings, world_size=world_size)
+
+    def plan(self, layout: Layout) -> Plan:
+        """Plan a layout, for a device that has the compute dtype's instructions."""
+        return plan_layout(layout, self.config, self.spec, storage=self.spec.compute_dtype)
+
+
+def read_subject(model: nn.Module, ds_config: Mapping[str, Any]) -> Subject:
+    """Parse the configuration and route the model.
 
     Raises:
         ValueError: the configuration or the routing is invalid.
     """
     config = parse(ds_config.get("optimizer", {}).get("params"))
-    spec = resolve(config)
     table = route_parameters(model, config)
     table.require_matrices()
-    settings = zero_settings(ds_config)
-    muon = [r for r in table.routes.values() if r.is_muon]
-    group = [PlannedParameter(numel=r.numel, placements=r.placements) for r in muon]
-    layouts = predict_layouts([group] if group else [], settings, world_size=world_size)
-    plans = [plan_layout(layout, config, spec, storage=spec.compute_dtype) for layout in layouts]
-    return _summary(config, table, muon, settings, plans, world_size), table, plans
+    return Subject(
+        config=config,
+        spec=resolve(config),
+        settings=zero_settings(ds_config),
+        table=table,
+        low_precision=_low_precision(ds_config),
+    )
+
+
+def _low_precision(ds_config: Mapping[str, Any]) -> bool:
+    return any(ds_config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
 
 
 def zero_settings(ds_config: Mapping[str, Any]) -> ZeroSettings:
     """Read what decides the layout from ds_config.json."""
     zero = ds_config.get("zero_optimization", {})
-    low = any(ds_config.get(k, {}).get("enabled") for k in ("bf16", "fp16"))
-    aligned = 16 // (2 if low else 4) if zero.get("parameter_alignment") else 1
+    aligned = (
+        16 // (2 if _low_precision(ds_config) else 4) if zero.get("parameter_alignment") else 1
+    )
     size = zero.get("sub_group_size", 10**9)
     return ZeroSettings(
         stage=int(zero.get("stage", 0)),
@@ -108,74 +189,114 @@ def zero_settings(ds_config: Mapping[str, Any]) -> ZeroSettings:
     )
 
 
-def _summary(
-    config: DMuonConfig,
-    table: RoutingTable,
-    muon: Sequence[Route],
-    settings: ZeroSettings,
-    plans: Sequence[Plan],
-    world_size: int,
-) -> Preview:
-    matrix_numel = sum(r.numel for r in muon)
-    rest_numel = sum(r.numel for r in table.routes.values()) - matrix_numel
-    flops = sorted((f for p in plans for f in p.flops), reverse=True)
-    mean = sum(flops) / world_size
-    shared = flops[world_size - 1] + flops[world_size] if len(flops) > world_size else 0
-    bound_terms = (mean, flops[0] if flops else 0, shared)
+def preview(
+    subject: Subject, *, world_size: int, rates: Rates | None = None
+) -> tuple[Preview, list[Plan]]:
+    """Plan a run on `world_size` ranks."""
+    plans = [subject.plan(layout) for layout in subject.layouts(world_size)]
+    costs = sorted((c for p in plans for c in p.costs), reverse=True)
+    mean = sum(costs) / world_size
+    shared = costs[world_size - 1] + costs[world_size] if len(costs) > world_size else 0
+    bound_terms = (mean, costs[0] if costs else 0, shared)
     span = sum(p.makespan() for p in plans)
-    parts = world_size if settings.stage else 1
-    momentum = {"fp32": 4, "bf16": 2}[config.momentum_dtype]
-    straddlers = sum(
-        len(p.layout.holders(i)) > 1 and not p.layout.is_replicated(i)
-        for p in plans
-        for i in range(len(p.owners))
-    )
+    parts = world_size if subject.settings.stage else 1
+    matrix_numel, rest_numel = subject.matrix_numel, subject.rest_numel
+    per_rank = [max(b) for b in zip(*(p.peak_bytes() for p in plans), strict=True)]
     return Preview(
         world_size=world_size,
-        stage=settings.stage,
-        num_matrices=len(flops),
+        stage=subject.settings.stage,
+        num_matrices=len(costs),
         matrix_numel=matrix_numel,
         rest_numel=rest_numel,
-        num_straddlers=straddlers,
+        num_straddlers=sum(len(m.holders) > 1 for m in placed(plans)),
         num_buckets=sum(len(p.routes) for p in plans),
         exchange=tuple(sorted({p.exchange for p in plans})),
+        padding_numel=max(
+            (sum(leg.padding[r] for p in plans for leg in p.legs()) for r in range(world_size)),
+            default=0,
+        ),
         makespan_over_mean=span / mean if mean else 1.0,
         makespan_over_bound=span / max(bound_terms) if max(bound_terms) else 1.0,
         bound_terms=bound_terms,
-        traffic=traffic(settings.stage, world_size, matrix_numel, rest_numel, plans),
-        state_bytes=math.ceil((matrix_numel * momentum + rest_numel * 2 * _FP32) / parts),
+        traffic=traffic(subject, world_size, plans, rates),
+        state_bytes=math.ceil(
+            (matrix_numel * subject.momentum_bytes + rest_numel * 2 * _FP32) / parts
+        ),
         adamw_state_bytes=math.ceil((matrix_numel + rest_numel) * 2 * _FP32 / parts),
-        workspace_bytes=max((max(p.peak_bytes()) for p in plans), default=0),
-        warnings=tuple(_warnings(config, settings, plans)),
-    )
+        workspace_bytes=tuple(per_rank),
+        communicator_bytes=communicator_bytes(plans),
+        ns_seconds=span / rates.flops if rates else None,
+        exchange_seconds=exchange_seconds(subject, plans, rates) if rates else None,
+        warnings=tuple(_warnings(subject, plans)),
+    ), plans
+
+
+def placed(plans: Sequence[Plan]) -> list[Placed]:
+    """List all matrices; one that every rank holds whole has no holders to bring it together."""
+    found = []
+    for plan in plans:
+        bucket = {i: n for n, route in enumerate(plan.routes) for i in route.matrices}
+        for i, matrix in enumerate(plan.layout.matrices):
+            holders = () if plan.layout.is_replicated(i) else plan.layout.holders(i)
+            found.append(
+                Placed(
+                    name=matrix.name,
+                    rows=matrix.rows,
+                    cols=matrix.cols,
+                    holders=holders,
+                    owner=plan.owners[i],
+                    bucket=bucket[i],
+                )
+            )
+    return found
+
+
+def communicator_bytes(plans: Sequence[Plan]) -> int:
+    """Estimate a rank's connections: to all it exchanges with, or to two in a ring."""
+    peers = 0
+    for plan in plans:
+        size = plan.layout.world_size
+        if plan.exchange in ("all_to_all", "p2p"):
+            talks = [load.peers_out[r] for load in plan.loads() for r in range(size)]
+            peers = max(peers, min(size - 1, max(talks, default=0)))
+        elif any(route.moving(way_in=False) for route in plan.routes):
+            peers = max(peers, min(size - 1, 2))
+    return peers * 2 * _CONNECTION_BYTES
+
+
+def exchange_seconds(subject: Subject, plans: Sequence[Plan], rates: Rates) -> float:
+    """Predict the exchange of the busiest rank in each bucket and way."""
+    total = 0.0
+    sizes = (subject.spec.wire_dtype.itemsize, subject.spec.compute_dtype.itemsize)
+    for plan in plans:
+        for number, leg in enumerate(plan.legs()):
+            nbytes = max(leg.received, default=0) * sizes[number % 2]
+            total += nbytes / rates.bandwidth + max(leg.calls, default=0) * rates.latency
+    return total
 
 
 def traffic(
-    stage: int, world_size: int, matrix_numel: int, rest_numel: int, plans: Sequence[Plan]
+    subject: Subject, world_size: int, plans: Sequence[Plan], rates: Rates | None
 ) -> tuple[Traffic, ...]:
     """Elements per rank and step with U = (N - 1) / N of all parameters, DeepSpeed's defaults.
 
     ZeRO-1/2 reduces gradients by all-reduce (2U) unless use_multi_rank_bucket_allreduce is false.
     The built-in Muon all-reduces whole gradients at stage 3 (2U), and gathers momentum and updates.
     """
-    share = (world_size - 1) / world_size
-    everything, matrices = share * (matrix_numel + rest_numel), share * matrix_numel
+    stage, share = subject.settings.stage, (world_size - 1) / world_size
+    everything = share * (subject.matrix_numel + subject.rest_numel)
+    matrices = share * subject.matrix_numel
     gradients = {0: 2, 1: 2, 2: 2, 3: 1}[stage] * everything
     parameters = {0: 0, 1: 1, 2: 1, 3: 2}[stage] * everything
     received = [sum(n) for n in zip(*(p.received_numel() for p in plans), strict=True)] or [0]
-    rows = [
-        ("AdamW", gradients, parameters, 0.0, 0.0),
-        (
-            "DMuon",
-            gradients,
-            parameters,
-            sum(received) / world_size,
-            float(max(received)),
-        ),
-    ]
-    if stage:
-        built_in = (2 * everything, parameters, 2 * matrices, 2 * matrices)
-        rows.append(("built-in Muon", *(built_in if stage == 3 else (gradients, parameters, 0, 0))))
+    mean, busiest = sum(received) / world_size, float(max(received))
+    rows = [("AdamW", gradients, parameters, 0.0, 0.0)]
+    rows.append(("DMuon", gradients, parameters, mean, busiest))
+    if stage == 3:
+        rows.append(("built-in Muon", 2 * everything, parameters, 2 * matrices, 2 * matrices))
+    elif stage:
+        rows.append(("built-in Muon", gradients, parameters, 0.0, 0.0))
+    element = 2 if subject.low_precision else 4
     return tuple(
         Traffic(
             optimizer=name,
@@ -183,16 +304,23 @@ def traffic(
             parameters=p,
             exchange_mean=mean,
             exchange_busiest=busiest,
+            seconds=(g + p + busiest) * element / rates.bandwidth if rates else None,
         )
         for name, g, p, mean, busiest in rows
     )
 
 
-def _warnings(config: DMuonConfig, settings: ZeroSettings, plans: Sequence[Plan]) -> list[str]:
-    found = [w for w in (p.oversize_warning(config.workspace_mb) for p in plans) if w]
+def _warnings(subject: Subject, plans: Sequence[Plan]) -> list[str]:
+    workspace_mb = subject.config.workspace_mb
+    found = [w for w in (p.oversize_warning(workspace_mb) for p in plans) if w]
+    settings = subject.settings
     if settings.stage == 3 and len(plans) > 1:
+        costs = [sum(p.costs) for p in plans]
+        span = sum(p.makespan() for p in plans)
+        world = plans[0].layout.world_size
         found.append(
             f"sub_group_size = {settings.sub_group_size:,} cuts the matrices into {len(plans)} "
-            "sub-groups, each planned and exchanged by itself; owners balance within one only"
+            "sub-groups, each planned and exchanged by itself; owners balance within one only: "
+            f"makespan {span * world / sum(costs):.3f} x the mean; a larger one makes one sub-group"
         )
     return found

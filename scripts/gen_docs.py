@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
+from pydantic import BaseModel
+
 from ds_muon.config import DMuonConfig, reserved_keys
 from ds_muon.ortho.coefficients import COEFFICIENTS
 from ds_muon.ortho.recipes import RECIPES
@@ -70,6 +72,17 @@ def choices(annotation: Any) -> str:
     return ", ".join(x for x in found if x)
 
 
+def nested_rows(key: str, annotation: Any) -> list[str]:
+    """Rows of a key whose value is an object."""
+    if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return []
+    return [
+        f"| `{key}.{name}` | {shown(field.default)} | {field.description} | "
+        f"{choices(field.annotation)} |"
+        for name, field in annotation.model_fields.items()
+    ]
+
+
 def config_page() -> str:
     reserved = reserved_keys()
     lines = [
@@ -85,7 +98,9 @@ def config_page() -> str:
         values = choices(field.annotation)
         if key in reserved:
             values = "only " + " or ".join(shown(v) for v in reserved[key]) + " in this version"
-        lines.append(f"| `{key}` | {shown(field.default)} | {field.description} | {values} |")
+        default = "{}" if isinstance(field.default, BaseModel) else shown(field.default)
+        lines.append(f"| `{key}` | {default} | {field.description} | {values} |")
+        lines += nested_rows(key, field.annotation) if key not in reserved else []
     lines += [
         "",
         "`reduce_scatter_v` is accepted at both values; in this version DeepSpeed's own reduction "

@@ -3,21 +3,31 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from ds_muon.plan.traffic import STRATEGIES
 from tests.distributed.test_parity import train
 from tests.harness import models, ranks
 from tests.harness.training import counting_newton_schulz, ds_config, masters, start_engine
 
-PLANS: tuple[dict[str, Any], ...] = (
-    {},
-    {"owner_scope": "straddlers"},
-    {"workspace_mb": 1, "preallocate_workspace": False},
-)
+# Everything that may change how bytes travel, and no bit of the result.
+AXES = {
+    "exchange": STRATEGIES,
+    "owner_scope": ("balance", "straddlers"),
+    "tiny": (False, True),
+    "max_inflight_buckets": (1, 2),
+}
+# Eight runs in which any two choices of two axes meet; DS_MUON_FULL_GRID=1 runs all 32.
+PAIRWISE = tuple((e, a, (a + e) % 2, (a + e // 2) % 2) for e in range(4) for a in range(2))
+FULL = tuple(itertools.product(range(4), range(2), range(2), range(2)))
+CELLS = FULL if os.environ.get("DS_MUON_FULL_GRID") else PAIRWISE
 
 
 def train_with_tiny_workspace(**kwargs: Any) -> dict[str, Any]:
@@ -41,26 +51,46 @@ def train_with_other_owners(**kwargs: Any) -> dict[str, Any]:
         return train(**kwargs)
 
 
+def train_cells(*, stage: int, dtype: str, cells: Sequence[Sequence[int]]) -> list[str]:
+    """Run on a rank: the same training once per cell; digests of the master weights."""
+    digests = []
+    for cell in cells:
+        chosen = {name: values[i] for (name, values), i in zip(AXES.items(), cell, strict=True)}
+        run = train_with_tiny_workspace if chosen.pop("tiny") else train
+        params = {"ns_dtype": dtype, **chosen}
+        digests.append(run(stage=stage, dtype=dtype, steps=5, params=params)["digest"])
+    return digests
+
+
+def test_the_cells_meet_pairwise() -> None:
+    for one, other in itertools.combinations(range(len(AXES)), 2):
+        sizes = [len(v) for v in AXES.values()]
+        met = {(cell[one], cell[other]) for cell in PAIRWISE}
+        assert met == set(itertools.product(range(sizes[one]), range(sizes[other])))
+
+
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, 4])
+def test_plans_do_not_change_a_bit(world: int, stage: int, dtype: str, threads: int) -> None:
+    out = ranks.run(world, train_cells, threads=threads, stage=stage, dtype=dtype, cells=CELLS)
+    assert len({digest for digests in out for digest in digests}) == 1
+
+
 @pytest.mark.parametrize("ns_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_plans_do_not_change_a_bit(stage: int, ns_dtype: str, threads: int) -> None:
+def test_owners_and_kept_memory_do_not_change_a_bit(stage: int, ns_dtype: str) -> None:
+    runs = (
+        (train, {}),
+        (train_with_other_owners, {}),
+        (train, {"preallocate_workspace": False, "exchange": "broadcast"}),
+        (train_with_tiny_workspace, {"exchange": "all_gather"}),
+    )
     digests = set()
-    for params in PLANS:
-        run = ranks.run(
-            4, train, threads=threads, stage=stage, steps=5, params={"ns_dtype": ns_dtype, **params}
-        )
-        digests |= {o["digest"] for o in run}
-    for run_on_rank in (train_with_tiny_workspace, train_with_other_owners):
-        run = ranks.run(
-            4,
-            run_on_rank,
-            threads=threads,
-            stage=stage,
-            steps=5,
-            params={"ns_dtype": ns_dtype},
-        )
-        digests |= {o["digest"] for o in run}
+    for run, params in runs:
+        out = ranks.run(4, run, stage=stage, params={"ns_dtype": ns_dtype, **params})
+        digests |= {o["digest"] for o in out}
     assert len(digests) == 1
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import gc
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor
 
 from tests.harness import models, ranks
 from tests.harness.training import (
+    CountingTransport,
     counting_collectives,
     counting_newton_schulz,
     ds_config,
@@ -104,6 +107,80 @@ def test_zero3_exchange_where_the_world_divides(world: int) -> None:
     assert sum(o["received"] for o in out) == 2 * (world - 1) * numel // world
 
 
+def experts_step(*, experts: int) -> dict[str, Any]:
+    """Run on a rank: a stack of expert matrices beside one dense matrix, at ZeRO-3."""
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Parameter(torch.randn(experts, 24, 40) / 8)
+            self.down = torch.nn.Parameter(torch.randn(experts, 40, 24) / 8)
+            self.dense = torch.nn.Linear(24, 24, bias=False)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            grid = torch.arange(24, device=tokens.device)
+            x = self.dense(torch.sin(tokens[:, :1] * (grid + 1) * 0.37))
+            hidden = torch.relu(torch.einsum("bi,eio->ebo", x, self.up))
+            return torch.einsum("ebo,eoi->bi", hidden, self.down).square().mean()
+
+    params = {"lr": 1e-2, "split": {"up": {"experts": True}, "down": {"experts": True}}}
+    zero = {"stage3_param_persistence_threshold": 0}
+    with mock.patch.object(models, "LlamaLike", Experts):
+        engine = start_engine(ds_config(3, params=params, zero=zero))
+    binding = engine.basic_optimizer.binding
+    transport = binding.engine.transport = CountingTransport(binding.engine.transport)
+    train_steps(engine, models.global_batches(1))
+    [plan] = binding.engine.plans
+    world = transport.world_size
+    dense = [i for i, m in enumerate(plan.layout.matrices) if m.name.startswith("dense")]
+    moved = {m.name for i, m in enumerate(plan.layout.matrices) if len(plan.layout.holders(i)) > 1}
+    return {
+        "received": sum(transport.received.values()),
+        "dense": 2 * 24 * 24 * (world - 1) // world,
+        "matrices": len(plan.owners) - len(dense),
+        "owners": {
+            i: plan.owners[i] in plan.layout.holders(i)
+            for i in range(len(plan.owners))
+            if i not in dense
+        },
+        "moved": moved,
+    }
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_whole_experts_cost_no_exchange(world: int) -> None:
+    out = ranks.run(world, experts_step, experts=8)
+    assert sum(o["received"] for o in out) == out[0]["dense"], "only the dense matrix travels"
+    assert out[0]["matrices"] == 16 and all(out[0]["owners"].values())
+    assert out[0]["moved"] == {"dense.weight"}
+
+
+def engine_step(*, built_in: bool) -> dict[str, float]:
+    """Run on a rank: what engine.step() receives at ZeRO-3, in parameters of the model."""
+    zero: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
+    config = ds_config(3, params={"lr": 1e-2}, dtype="bf16", zero=zero)
+    if built_in:
+        config["optimizer"] = {"type": "Muon", "params": {"lr": 1e-2, "torch_adam": True}}
+        config["zero_optimization"]["reduce_scatter"] = False
+    engine = start_engine(config)
+    train_steps(engine, models.global_batches(1))
+    batch = models.global_batches(1)[0].chunk(engine.world_size)[torch.distributed.get_rank()]
+    engine.backward(engine(batch))
+    with counting_collectives() as counts:
+        engine.step()
+    parameters = sum(p.numel() for p in models.build("llama").parameters())
+    return {"received": sum(counts["elements"].values()) / parameters}
+
+
+def test_zero3_step_receives_an_eighth_of_the_built_ins() -> None:
+    mean = {
+        built_in: sum(o["received"] for o in ranks.run(4, engine_step, built_in=built_in)) / 4
+        for built_in in (False, True)
+    }
+    print(f"step elements per rank: DMuon {mean[False]:.3f} P, built-in {mean[True]:.3f} P")
+    assert 8 * mean[False] <= mean[True]
+
+
 def test_straddlers_move_only_split_matrices() -> None:
     out = ranks.run(4, one_step, stage=2, params={"owner_scope": "straddlers"})
     assert sum(o["received"] for o in out) == 2 * out[0]["moved"]
@@ -137,7 +214,9 @@ def living_between_steps(*, stage: int) -> dict[str, int]:
         storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for t in gc.get_objects()
-            if isinstance(t, torch.Tensor) and t.untyped_storage().nbytes()
+            if isinstance(t, torch.Tensor)
+            and not isinstance(t, FakeTensor)
+            and t.untyped_storage().nbytes()
         }
         found[f"after {steps}"] = sum(storages.values())
     found["workspace"] = engine.basic_optimizer.binding.engine.arena.nbytes

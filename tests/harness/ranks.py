@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+# Ranks share a few cores: OpenMP threads that wait must not spin, or several threads per rank crawl.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "deepspeed", "tests.harness.training"])
 # The rendezvous and every collective of a test; a hang surfaces as a time-out of the test.

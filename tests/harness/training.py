@@ -127,23 +127,17 @@ def counting_newton_schulz() -> Iterator[list[tuple[int, ...]]]:
 
 @contextlib.contextmanager
 def counting_collectives() -> Iterator[dict[str, Counter[str]]]:
-    """Count DeepSpeed's collectives: calls, and elements received (all_to_all: from peers only)."""
+    """Count DeepSpeed's collectives: calls, and elements that a rank receives from others.
+
+    Reductions count what a ring moves: (N - 1) / N of the tensor, twice for an all-reduce.
+    """
     backend = deepspeed.comm.comm.cdb
     counts: dict[str, Counter[str]] = {"calls": Counter(), "elements": Counter()}
-    rank = torch.distributed.get_rank()
 
     def counted(name: str, real: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             counts["calls"][name] += 1
-            splits = kwargs.get("output_split_sizes")
-            if splits:
-                counts["elements"][name] += sum(splits) - splits[rank]
-            else:
-                tensor = next(
-                    t for t in (*args, *kwargs.values()) if isinstance(t, (Tensor, list, tuple))
-                )
-                tensors = [tensor] if isinstance(tensor, Tensor) else tensor
-                counts["elements"][name] += sum(t.numel() for t in tensors)
+            counts["elements"][name] += received_elements(name, *args, **kwargs)
             return real(*args, **kwargs)
 
         return call
@@ -153,7 +147,40 @@ def counting_collectives() -> Iterator[dict[str, Counter[str]]]:
             if hasattr(backend, name):
                 real = getattr(backend, name)
                 stack.enter_context(mock.patch.object(backend, name, counted(name, real)))
+        stack.enter_context(_counting_batches(counts))
         yield counts
+
+
+def _counting_batches(counts: dict[str, Counter[str]]) -> Any:
+    """Count batches of sends and receives, which have no collective of DeepSpeed's."""
+    real = torch.distributed.batch_isend_irecv
+
+    def batch(operations: list[Any]) -> Any:
+        counts["calls"]["p2p"] += len(operations)
+        received = [o.tensor.numel() for o in operations if o.op is torch.distributed.irecv]
+        counts["elements"]["p2p"] += sum(received)
+        return real(operations)
+
+    return mock.patch.object(torch.distributed, "batch_isend_irecv", batch)
+
+
+def received_elements(name: str, *args: Any, **kwargs: Any) -> float:
+    """Elements that reach this rank from others in one collective."""
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    if kwargs.get("output_split_sizes"):
+        splits = kwargs["output_split_sizes"]
+        return sum(splits) - splits[rank]
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    lists = [
+        a
+        for a in (*args, *kwargs.values())
+        if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)
+    ]
+    largest = max([t.numel() for t in tensors] + [sum(t.numel() for t in ts) for ts in lists])
+    if name == "broadcast":
+        source = kwargs["src"] if "src" in kwargs else args[1]
+        return 0 if source == rank else largest
+    return (2 if name.startswith("all_reduce") else 1) * (world - 1) / world * largest
 
 
 class CountingTransport:

@@ -61,14 +61,11 @@ def test_zero_and_false_are_values_and_null_is_not() -> None:
 
 AWAY_FROM_DEFAULT = {
     "ns_backend": "compile",
-    "owner_costs": "costs.json",
     "reshard_after_forward": True,
     "param_source": "owner_broadcast",
     "hide_param_gather": True,
     "hsdp": {"shard_size": 2},
     "qk_clip": {"tau": 100},
-    "verify_every": 10,
-    "metrics": {"log": True},
     "per_head_muon": True,
 }
 
@@ -110,3 +107,11 @@ def test_keys_of_deepspeeds_adamw_are_accepted() -> None:
 def test_the_list_of_keys_is_the_contract() -> None:
     """A key is an interface: adding or dropping one has to be said here."""
     assert len(DMuonConfig.model_fields) == 43
+
+
+def test_metrics_are_off_by_default_and_checked() -> None:
+    assert parse({}).metrics.every == parse({"metrics": {}}).metrics.every == 0
+    assert parse({"metrics": {"every": 10}}).metrics.monitor
+    for wrong, words in (({"evry": 1}, "metrics.evry"), ({"every": -1}, "metrics.every")):
+        with pytest.raises(ValueError, match=words):
+            parse({"metrics": wrong})

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_muon.config import parse
+from ds_muon.ortho.recipes import resolve
 from ds_muon.plan.costs import CostModel
 from ds_muon.plan.layout import (
     Fragment,
@@ -20,7 +25,9 @@ from ds_muon.plan.layout import (
 from ds_muon.plan.memory import Workspace, aligned, buffer_sets
 from ds_muon.plan.owners import assign_owners, makespan, moved_numel
 from ds_muon.plan.plan import Plan, build_plan
+from ds_muon.plan.replicas import restrict, split_over_replicas
 from ds_muon.plan.traffic import STRATEGIES
+from ds_muon.planning import MIB, plan_layout, read_owner_costs
 
 
 def iterate_bytes(rows: int, cols: int) -> int:
@@ -242,3 +249,118 @@ def test_the_digest_sees_owners_and_buckets() -> None:
     ]
     assert plans[0].digest() != plans[1].digest()
     assert len(plans[0].routes) > len(plans[1].routes)
+
+
+LLAMA_8B = ([(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *[(14336, 4096)] * 3], 32)
+LLAMA_70B = ([(8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), *[(28672, 8192)] * 3], 80)
+QWEN_7B = ([(3584, 3584), (512, 3584), (512, 3584), (3584, 3584), *[(18944, 3584)] * 3], 28)
+# Plain largest-first over the mean: whole matrices allow no better.
+LARGEST_FIRST = [
+    (LLAMA_8B, {8: 1.00, 16: 1.00, 64: 1.06, 256: 2.11}),
+    (LLAMA_70B, {8: 1.00, 16: 1.00, 64: 1.01}),
+    (QWEN_7B, {8: 1.00, 16: 1.02, 64: 1.30, 256: 2.59}),
+]
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["zero3", "zero2"])
+@pytest.mark.parametrize(
+    ("model", "world", "figure"),
+    [(m, n, f) for m, figures in LARGEST_FIRST for n, f in figures.items()],
+    ids=lambda v: str(v) if isinstance(v, (int, float)) else f"{v[1]}-layers",
+)
+def test_the_critical_path_over_all_buckets_is_plain_largest_first(
+    model: tuple[list[tuple[int, int]], int], world: int, figure: float, flat: bool
+) -> None:
+    shapes = model[0] * model[1]
+    if flat:
+        items = placements(*shapes)
+        end = items[-1].offset + items[-1].matrix.numel
+        layout = flat_partition_layout(items, partition_numel=-(-end // world), world_size=world)
+    else:
+        layout = whole_parameters(*shapes, world=world)
+    config = parse({})
+    plan = plan_layout(layout, config, resolve(config), storage=torch.bfloat16)
+    assert round(plan.makespan() * world / sum(plan.costs), 2) <= figure
+    cap = config.workspace_mb * MIB
+    assert max(plan.peak_bytes()) <= max([cap, *(o.need_bytes for o in plan.oversize)])
+    if model is LLAMA_8B:
+        assert not plan.oversize, "32 layers at 512 MiB"
+
+
+def write_costs(path: Path, rows: list[list[float]]) -> str:
+    path.write_text(json.dumps({"seconds": rows}))
+    return str(path)
+
+
+def test_measured_costs_move_owners_and_are_part_of_the_digest(tmp_path: Path) -> None:
+    shapes = [(64, 64)] * 2 + [(32, 256)] * 2
+    layout = whole_parameters(*shapes, world=2)
+
+    def plan(**params: object) -> Plan:
+        config = parse(params)
+        return plan_layout(layout, config, resolve(config), storage=torch.float32)
+
+    plain = plan()
+    assert plain.costs == plain.flops
+    # As measured, one of the wide ones takes as long as all others together.
+    slow = write_costs(tmp_path / "slow.json", [[32, 256, 1.0], [64, 64, 1e-3]])
+    measured = plan(owner_costs=slow)
+    assert sum(measured.costs) == pytest.approx(sum(plain.flops), rel=1e-3)
+    assert measured.costs[2] / measured.costs[0] == pytest.approx(1000, rel=1e-2)
+    assert measured.digest() != plain.digest()
+    # A shape that the table lacks costs its flops at the table's rate.
+    partial = plan(owner_costs=write_costs(tmp_path / "one.json", [[64, 64, 0.5]]))
+    assert partial.costs == plain.costs
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read"),
+        ("[]", "is not that"),
+        ('{"seconds": [[64, 32, 1.0]]}', "unusable entry"),
+        ('{"seconds": []}', "unusable entry"),
+        ('{"seconds": [[1, 2]]}', "is not that"),
+    ],
+)
+def test_a_cost_table_that_is_none_is_an_error(
+    text: str | None, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "costs.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=words) as caught:
+        read_owner_costs(str(path))
+    assert "owner_costs" in str(caught.value) and "costs.json" in str(caught.value)
+
+
+def test_whole_experts_move_only_where_that_pays() -> None:
+    """Experts that a rank holds whole stay, though attention alone cannot be balanced."""
+    stack = [
+        Placement(matrix=Matrix(name=f"e{i}", rows=8, cols=16), offset=128 * i) for i in range(8)
+    ]
+    attention = [
+        [Placement(matrix=Matrix(name=f"q{i}", rows=16, cols=16), offset=0)] for i in range(3)
+    ]
+    layout = split_parameter_layout(
+        [*attention, stack],
+        partition_numels=[128, 128, 128, 512],
+        leaf_offsets=[0, 128, 256, 384],
+        world_size=2,
+    )
+    costs = [MODEL.flops(m.rows, m.cols) for m in layout.matrices]
+    owners = assign_owners(layout, costs, scope="balance")
+    assert [o for m, o in zip(layout.matrices, owners, strict=True) if m.name[0] == "e"] == (
+        [0] * 4 + [1] * 4
+    )
+
+
+def test_replicas_share_the_matrices() -> None:
+    layout = whole_parameters(*[(8, 8)] * 6, (4, 4), world=2)
+    costs = [MODEL.flops(m.rows, m.cols) for m in layout.matrices]
+    rows = split_over_replicas(layout, costs, 3)
+    assert sorted(i for row in rows for i in row) == list(range(7))
+    assert Counter(len(row) for row in rows) == {2: 2, 3: 1}
+    part = restrict(layout, rows[1])
+    assert part.matrices == tuple(layout.matrices[i] for i in rows[1])
+    assert part.fragments == tuple(layout.fragments[i] for i in rows[1])

@@ -27,6 +27,7 @@ FLOOR_0 = {
     "ds_muon.plan",
     "ds_muon.planning",
     "ds_muon.preview",
+    "ds_muon.sweep",
     "ds_muon.routing",
 }
 FLOOR_1 = {"ds_muon.arena", "ds_muon.comm", "ds_muon.schedule", "ds_muon.step", "ds_muon.verify"}

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Show: the records of `ds_muon plan` as tables and as a plot.
+
+Never does: compute what it shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ds_muon.preview import Placed, Preview
+from ds_muon.sweep import ShardSize
+
+_MIB = 2**20
+
+
+def print_preview(found: Preview, seconds: float) -> None:
+    """Print facts, traffic and warnings."""
+    console = Console()
+    facts = Table(title=f"ZeRO-{found.stage}, {found.world_size} ranks", show_header=False)
+    for name, value in _facts(found):
+        facts.add_row(name, value)
+    console.print(facts)
+    console.print(f"planned in {seconds:.1f} s")
+    traffic = Table(title="millions of elements received per rank and step")
+    columns = ["", "gradients", "parameters", "exchange, mean", "exchange, busiest", "total"]
+    timed = any(row.seconds is not None for row in found.traffic)
+    for column in [*columns, *(["predicted ms"] if timed else [])]:
+        traffic.add_column(column, justify="right", no_wrap=not column)
+    for row in found.traffic:
+        numbers = (row.gradients, row.parameters, row.exchange_mean, row.exchange_busiest)
+        total = row.gradients + row.parameters + row.exchange_mean
+        cells = [row.optimizer, *(_millions(n) for n in (*numbers, total))]
+        traffic.add_row(*cells, *([_milliseconds(row.seconds)] if timed else []))
+    console.print(traffic)
+    for warning in found.warnings:
+        console.print(f"warning: {warning}", soft_wrap=True)
+
+
+def _facts(found: Preview) -> list[tuple[str, str]]:
+    mean, largest, shared = found.bound_terms
+    workspace = found.workspace_bytes or (0,)
+    average = sum(workspace) / len(workspace)
+    rows = [
+        ("matrices", f"{found.num_matrices:,}, of which {found.num_straddlers:,} on several ranks"),
+        ("buckets, exchange", f"{found.num_buckets}, by {', '.join(found.exchange) or 'nothing'}"),
+        ("padding received, busiest rank", f"{found.padding_numel:,} elements"),
+        ("makespan over sum/N", f"{found.makespan_over_mean:.3f}"),
+        ("makespan over the bound", f"{found.makespan_over_bound:.3f}"),
+        ("bound: sum/N, largest, two that share", f"{mean:.3g}, {largest:.3g}, {shared:.3g} flops"),
+        ("optimizer state per rank", f"{found.state_bytes / _MIB:,.1f} MiB"),
+        ("the same for AdamW", f"{found.adamw_state_bytes / _MIB:,.1f} MiB"),
+        (
+            "exchange and iteration at peak",
+            f"{max(workspace) / _MIB:,.1f} MiB, {average / _MIB:,.1f} on average",
+        ),
+        ("communicator (NCCL, estimate)", f"{found.communicator_bytes / _MIB:,.0f} MiB"),
+    ]
+    if found.ns_seconds is not None:
+        rows.append(("Newton-Schulz, predicted", f"{_milliseconds(found.ns_seconds)} ms"))
+        rows.append(("exchange, predicted", f"{_milliseconds(found.exchange_seconds)} ms"))
+    return rows
+
+
+def print_matrices(matrices: Sequence[Placed]) -> None:
+    """Print every matrix with its holders and its owner."""
+    table = Table(title="matrices")
+    for column in ("name", "shape", "held by", "owner", "bucket"):
+        table.add_column(column)
+    for m in matrices:
+        table.add_row(m.name, f"{m.rows}x{m.cols}", _ranks(m.holders), str(m.owner), str(m.bucket))
+    Console().print(table)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "all, whole"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def print_sweep(rows: Sequence[ShardSize]) -> None:
+    """Print one line per shard size."""
+    table = Table(title="HSDP: millions of elements per rank and step, MiB per rank")
+    for column in (
+        "shard size",
+        "replicas",
+        "makespan over sum/N",
+        "shard axis",
+        "replicate axis",
+        "weights and state",
+        "workspace",
+    ):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.shard_size),
+            str(row.replicas),
+            f"{row.makespan_over_mean:.3f}",
+            _millions(row.shard_axis),
+            _millions(row.replicate_axis),
+            f"{row.state_bytes / _MIB:,.0f}",
+            f"{row.workspace_bytes / _MIB:,.0f}",
+        )
+    Console().print(table)
+
+
+def _millions(numel: float) -> str:
+    return f"{numel / 1e6:,.3f}" if numel < 1e8 else f"{numel / 1e6:,.0f}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:,.2f}"
+
+
+def plot_loads(loads: Sequence[int], path: Path) -> None:
+    """Draw the owners' Newton-Schulz load."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+    axes.bar(range(len(loads)), loads)
+    axes.axhline(sum(loads) / len(loads), color="black", lw=1, label="mean")
+    axes.set(xlabel="rank", ylabel="Newton-Schulz flops per step", title="owners' load")
+    axes.legend()
+    figure.savefig(path, dpi=120)
