@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ds_muon.comm.transport import Pending, Transport
@@ -71,6 +72,32 @@ def plan_way(
     if strategy == "broadcast" and not way_in:
         return _broadcast(route, matrix_numels, rank)
     return _personal(strategy, route, rank, way_in=way_in)
+
+
+def warm_up(strategy: str, transport: Transport, device: torch.device) -> None:
+    """Issue every collective of a strategy once, so that connections and their memory exist.
+
+    A communication library connects a pair of ranks when they first talk; without this the first
+    step would be the one that runs out of memory.
+    """
+    size, rank = transport.world_size, transport.rank
+    sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    if strategy == "all_gather":
+        pending = [transport.all_gather(received, sent[:1])]
+    elif strategy == "p2p":
+        peers = [peer for peer in range(size) if peer != rank]
+        pending = transport.send_receive(
+            {peer: received[peer : peer + 1] for peer in peers},
+            {peer: sent[peer : peer + 1] for peer in peers},
+        )
+    else:
+        ones = [1] * size
+        pending = [transport.all_to_all(received, sent, received_numels=ones, sent_numels=ones)]
+    for handle in pending:
+        handle.wait()
+    if strategy == "broadcast":
+        for source in range(size):
+            transport.broadcast(sent[:1], source=source).wait()
 
 
 def _nothing(transport: Transport, received: Tensor, sent: Tensor) -> list[Pending]:

@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_muon.checkpoint import CheckpointHeader
 from ds_muon.comm.agreement import require_agreement
+from ds_muon.comm.strategies import warm_up
 from ds_muon.config import DMuonConfig, parse
 from ds_muon.groups import RoutedGroup, build_groups, group_tags, incoming_groups
 from ds_muon.log import say
@@ -128,11 +129,16 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
     facts = {f"plan of leaf set {i}": plan.digest() for i, plan in enumerate(plans)}
     require_agreement(transport, {"plans": str(len(plans)), **facts}, problem=problem)
     config = prepared.config
+    device = torch.device(get_accelerator().current_device_name())
+    free = seams.free_bytes(device)
+    for exchange in sorted({plan.exchange for plan in plans}):
+        warm_up(exchange, transport, device)
+    communicator = free - seams.free_bytes(device)
     step_engine = StepEngine(
         transport,
         prepared.spec,
         plans,
-        device=torch.device(get_accelerator().current_device_name()),
+        device=device,
         inflight=config.max_inflight_buckets,
         keep_buffers=config.preallocate_workspace,
     )
@@ -150,7 +156,7 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         )
     )
     _correct_wrapper(engine)
-    say(_describe(plans, step_engine, prepared), rank=transport.rank)
+    say(_describe(plans, step_engine, prepared, communicator), rank=transport.rank)
     for plan in plans:
         warning = plan.oversize_warning(config.workspace_mb)
         if warning:
@@ -203,7 +209,9 @@ def _header(engine: Any, prepared: Preparation, sets: Sequence[LeafSet]) -> Chec
     )
 
 
-def _describe(plans: Sequence[Plan], engine: StepEngine, prepared: Preparation) -> str:
+def _describe(
+    plans: Sequence[Plan], engine: StepEngine, prepared: Preparation, communicator: int
+) -> str:
     """Say in a few words what the matrix half will do per step."""
     world_size = prepared.transport.world_size
     matrices = sum(len(p.layout.matrices) for p in plans)
@@ -217,6 +225,7 @@ def _describe(plans: Sequence[Plan], engine: StepEngine, prepared: Preparation) 
         f"{chosen} ({why}), busiest owner {balance:.2f} x the mean; per step a rank receives "
         f"{sum(received) / world_size:,.0f} elements on average, {max(received, default=0):,} at "
         f"most; exchange and iteration hold {engine.arena.nbytes / MIB:.1f} MiB here"
+        + (f", the communicator {communicator / MIB:.0f} MiB" if communicator else "")
     )
 
 

@@ -55,6 +55,12 @@ def user_config(engine: Any) -> dict[str, Any]:
     return private(parsed_config(engine), "_param_dict")
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that nobody has, where it can say; communication libraries take theirs
+    without torch's allocator knowing."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
 class DeepSpeedTransport:
     """Transport over all ranks by deepspeed.comm, so that its comms logger sees the calls.
 

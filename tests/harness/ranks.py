@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-# Ranks share a few cores: OpenMP threads that wait must not spin, or several threads per rank crawl.
+# Ranks share a few cores: OpenMP threads that wait must not spin, or ranks with several crawl.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "deepspeed", "tests.harness.training"])
