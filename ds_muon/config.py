@@ -222,17 +222,33 @@ def _literals(annotation: Any) -> tuple[Any, ...]:
 
 
 def _one_line(item: Any, given: Mapping[str, Any]) -> str:
-    path = ".".join(str(part) for part in item["loc"] if part in given or isinstance(part, int))
+    where = [part for part in item["loc"] if part in given or isinstance(part, int)]
     message = item["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
-    if not path:
+    if not where:
         return f"optimizer.params: {message}"
+    annotation = DMuonConfig.model_fields[where[0]].annotation
+    known = list(_nested_fields(annotation))
+    if known and len(item["loc"]) > 1:
+        where.append(item["loc"][1])
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(where[1]), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(known)}"
+            return f"optimizer.params.{where[0]}.{where[1]} is not a key of {where[0]}; {hint}"
+    names = [c for c in _literals(annotation) if isinstance(c, str)]
     hint = ""
-    choices = _literals(DMuonConfig.model_fields[path.split(".")[0]].annotation)
-    names = [c for c in choices if isinstance(c, str)]
     if isinstance(item["input"], str) and names:
         near = difflib.get_close_matches(item["input"], names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+    path = ".".join(map(str, where))
     return f"optimizer.params.{path}: {message}, got {item['input']!r}{hint}"
+
+
+def _nested_fields(annotation: Any) -> tuple[str, ...]:
+    """Keys of an annotation that is an object of its own, or may be one."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return tuple(candidate.model_fields)
+    return ()
 
 
 def _check_split(glob: str, rule: dict[str, Any]) -> None:
