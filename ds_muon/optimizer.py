@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ds_muon.checkpoint import CheckpointHeader
 from ds_muon.config import DMuonConfig
-from ds_muon.metrics import Recorder, StepStats
-from ds_muon.step import LeafStep, StepEngine
-from ds_muon.verify import Verifier
-from ds_muon.watch import StepWatch
+from ds_muon.run.metrics import Recorder, StepStats
+from ds_muon.run.step import LeafStep, StepEngine
+from ds_muon.run.verify import Verifier
+from ds_muon.run.watch import StepWatch
 
 MUON, ADAMW = "muon", "adamw"
 _MOMENTUM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
-import ds_muon.step
+import ds_muon.run.step
 from tests.harness import models, ranks
 from tests.harness.memory import peak_allocated
 from tests.harness.training import counting_collectives, ds_config, start_engine
@@ -60,7 +60,7 @@ def counting_newton_schulz_flops() -> Iterator[list[int]]:
 
     with (
         mock.patch.object(
-            ds_muon.step, "orthogonalize_into", counted(ds_muon.step.orthogonalize_into)
+            ds_muon.run.step, "orthogonalize_into", counted(ds_muon.run.step.orthogonalize_into)
         ),
         mock.patch.object(original_muon, "muon_update", counted(original_muon.muon_update)),
     ):

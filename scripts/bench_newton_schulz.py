@@ -20,12 +20,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ds_muon.cli import build_model
 from ds_muon.config import parse
 from ds_muon.ortho.newton_schulz import arithmetic_for, orthogonalize_into, scratch_numel
 from ds_muon.ortho.recipes import OrthoSpec, resolve
 from ds_muon.plan.costs import CostModel
-from ds_muon.preview import read_subject
+from ds_muon.preview.cli import build_model
+from ds_muon.preview.record import read_subject
 
 Shape = tuple[int, int]
 

@@ -33,7 +33,7 @@ from ds_muon.ortho.recipes import OrthoSpec, resolve
 from ds_muon.plan.plan import Plan
 from ds_muon.planning import MIB, plan_layout
 from ds_muon.routing import RoutingTable, clean_name, route_parameters
-from ds_muon.step import StepEngine
+from ds_muon.run.step import StepEngine
 from ds_muon.zero import seams
 from ds_muon.zero.leaves import LeafSet, read_leaf_sets
 from ds_muon.zero.observe import recorder_for, verifier_for

@@ -18,11 +18,11 @@ from torch import Tensor
 from ds_muon.comm.transport import Transport
 from ds_muon.config import DMuonConfig
 from ds_muon.log import say
-from ds_muon.metrics import MemoryProbe, Recorder, StepStats
 from ds_muon.ortho.recipes import OrthoSpec
 from ds_muon.routing import clean_name
-from ds_muon.step import StepEngine
-from ds_muon.verify import Verifier
+from ds_muon.run.metrics import MemoryProbe, Recorder, StepStats
+from ds_muon.run.step import StepEngine
+from ds_muon.run.verify import Verifier
 
 
 def recorder_for(engine: Any, step_engine: StepEngine, config: DMuonConfig) -> Recorder | None:

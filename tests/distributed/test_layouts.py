@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_muon.plan.predict import PlannedParameter, predict_layouts
-from ds_muon.preview import zero_settings
+from ds_muon.preview.record import zero_settings
 from ds_muon.zero.seams import user_config
 from tests.harness import models, ranks
 from tests.harness.training import ds_config, start_engine, train_steps

@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
 
-import ds_muon.step as step_module
+import ds_muon.run.step as step_module
 from tests.harness import models, ranks
 from tests.harness.training import ds_config, masters, start_engine, train_steps
 

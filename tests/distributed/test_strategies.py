@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import ds_muon.step as step_module
+import ds_muon.run.step as step_module
 from ds_muon.config import parse
 from ds_muon.ortho.recipes import resolve
 from ds_muon.plan.layout import Matrix, Placement, split_parameter_layout
@@ -18,7 +18,7 @@ from ds_muon.plan.memory import buffer_sets
 from ds_muon.plan.plan import exchange_cost_bytes
 from ds_muon.plan.traffic import STRATEGIES
 from ds_muon.planning import plan_layout
-from ds_muon.step import LeafStep, StepEngine
+from ds_muon.run.step import LeafStep, StepEngine
 from ds_muon.zero.seams import DeepSpeedTransport
 from tests.harness import models, ranks
 from tests.harness.training import CountingTransport, ds_config, start_engine, train_steps

@@ -15,7 +15,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 
-import ds_muon.step
+import ds_muon.run.step
 from tests.harness import models
 
 COLLECTIVES = (
@@ -115,13 +115,13 @@ def digest(tensors: dict[str, Tensor]) -> str:
 def counting_newton_schulz() -> Iterator[list[tuple[int, ...]]]:
     """Collect the shape of every matrix that this rank orthogonalises."""
     shapes: list[tuple[int, ...]] = []
-    real = ds_muon.step.orthogonalize_into
+    real = ds_muon.run.step.orthogonalize_into
 
     def counted(x: Tensor, matrix: Tensor, *rest: Any) -> Tensor:
         shapes.append(tuple(matrix.shape))
         return real(x, matrix, *rest)
 
-    with mock.patch.object(ds_muon.step, "orthogonalize_into", counted):
+    with mock.patch.object(ds_muon.run.step, "orthogonalize_into", counted):
         yield shapes
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from ds_muon.cli import build_model, main
-from ds_muon.preview import preview, read_subject
+from ds_muon.preview.cli import build_model, main
+from ds_muon.preview.record import preview, read_subject
 
 EXAMPLES = Path(__file__).parents[2] / "ds_config_examples"
 MODEL = "tests.harness.models:LlamaLike"

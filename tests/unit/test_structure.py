@@ -22,16 +22,14 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FLOOR_0 = {
     "ds_muon.config",
     "ds_muon.log",
-    "ds_muon.metrics",
     "ds_muon.ortho",
     "ds_muon.plan",
     "ds_muon.planning",
     "ds_muon.preview",
-    "ds_muon.sweep",
     "ds_muon.routing",
 }
-FLOOR_1 = {"ds_muon.arena", "ds_muon.comm", "ds_muon.schedule", "ds_muon.step", "ds_muon.verify"}
-FACE = {"ds_muon.checkpoint", "ds_muon.optimizer", "ds_muon.groups", "ds_muon.watch"}
+FLOOR_1 = {"ds_muon.comm", "ds_muon.run"}
+FACE = {"ds_muon.checkpoint", "ds_muon.optimizer", "ds_muon.groups"}
 
 
 def dotted(path: Path) -> str:

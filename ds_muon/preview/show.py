@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ds_muon.preview import Placed, Preview
-from ds_muon.sweep import ShardSize
+from ds_muon.preview.record import Placed, Preview
+from ds_muon.preview.sweep import ShardSize
 
 _MIB = 2**20
 

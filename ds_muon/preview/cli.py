@@ -2,7 +2,7 @@
 """Command line: `ds_muon plan` and `ds_muon check`.
 
 Owns: arguments, and where a model comes from.
-Never does: compute what it shows (preview.py, sweep.py do).
+Never does: compute what it shows (record.py, sweep.py do).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_muon import show
 from ds_muon.config import parse
 from ds_muon.ortho.recipes import resolve
-from ds_muon.preview import Rates, placed, preview, read_subject
-from ds_muon.sweep import sweep_shard_sizes
+from ds_muon.preview import show
+from ds_muon.preview.record import Rates, placed, preview, read_subject
+from ds_muon.preview.sweep import sweep_shard_sizes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,7 +24,7 @@ from ds_muon.ortho.newton_schulz import orthogonalize
 from ds_muon.ortho.recipes import OrthoSpec
 from ds_muon.ortho.update import lr_factor
 from ds_muon.plan.layout import Fragment, Layout
-from ds_muon.step import LeafStep, StepEngine
+from ds_muon.run.step import LeafStep, StepEngine
 
 # Weights may differ by roundings of the elementwise parts, whose vector and scalar loops contract
 # multiply-adds differently at the ends of a range: one rounding each of decay, update and sum.

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ds_muon.plan.replicas import restrict, split_over_replicas
-from ds_muon.preview import Subject
+from ds_muon.preview.record import Subject
 
 _FP32 = 4
 

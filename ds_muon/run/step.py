@@ -21,10 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_muon.arena import Arena
 from ds_muon.comm.strategies import Slot
 from ds_muon.comm.transport import Pending, Transport
-from ds_muon.metrics import Recorder
 from ds_muon.ortho.memory import iterate_views
 from ds_muon.ortho.newton_schulz import arithmetic_for, orthogonalize_into
 from ds_muon.ortho.recipes import OrthoSpec
@@ -32,7 +30,9 @@ from ds_muon.ortho.update import advance_momentum, apply_update, lr_factor, writ
 from ds_muon.plan.layout import Fragment, Matrix
 from ds_muon.plan.memory import buffer_sets
 from ds_muon.plan.plan import Plan
-from ds_muon.schedule import BucketSchedule, OwnedMatrix, schedule
+from ds_muon.run.arena import Arena
+from ds_muon.run.metrics import Recorder
+from ds_muon.run.schedule import BucketSchedule, OwnedMatrix, schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
