@@ -111,7 +111,9 @@ class DMuonConfig(BaseModel):
     )
     preallocate_workspace: bool = Field(True, description="keep the working memory between steps")
     reshard_after_forward: bool | None = Field(
-        None, description="ZeRO-3 lifetime of matrices; null = ZeRO's own"
+        None,
+        description="ZeRO-3: true frees matrices after each forward and backward (Z3), false keeps "
+        "them until the step (Z2); null = ZeRO's own",
     )
     param_source: Literal["shards", "owner_broadcast"] = Field(
         "shards", description="where ZeRO-3 takes matrices from"
@@ -169,7 +171,6 @@ class DMuonConfig(BaseModel):
 # Keys whose machinery this version does not have: the values it can honour, and what is missing.
 _RESERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ns_backend": (("auto", "eager"), "other Newton-Schulz backends"),
-    "reshard_after_forward": ((None,), "parameter lifetimes"),
     "param_source": (("shards",), "packed owner broadcasts"),
     "hide_param_gather": ((False,), "the hidden parameter gather"),
     "hsdp": ((None,), "replicate x shard groups"),

@@ -36,6 +36,7 @@ from ds_muon.routing import RoutingTable, clean_name, route_parameters
 from ds_muon.run.step import StepEngine
 from ds_muon.zero import seams
 from ds_muon.zero.leaves import LeafSet, read_leaf_sets
+from ds_muon.zero.lifetime import set_lifetime
 from ds_muon.zero.observe import recorder_for, verifier_for
 from ds_muon.zero.support import refuse_unsupported
 
@@ -57,6 +58,10 @@ class Preparation:
     spec: OrthoSpec
     groups: tuple[RoutedGroup, ...]
     transport: seams.DeepSpeedTransport
+
+    def matrices(self) -> list[torch.nn.Parameter]:
+        """Parameters that Muon trains."""
+        return [p for group in self.groups if group.kind == MUON for p in group.parameters]
 
 
 def build_optimizer(engine: Any, model_parameters: Iterable[Any]) -> MatrixOwnerOptimizer:
@@ -97,7 +102,7 @@ def _prepare(
     facts.update((f"optimizer.params.{k}", repr(v)) for k, v in config)
     written = seams.user_config(engine)
     facts.update((key, repr(written.get(key))) for key in _COMPARED_SECTIONS)
-    refuse_unsupported(engine)
+    refuse_unsupported(engine, config)
     spec = resolve(config)
     device = torch.device(get_accelerator().current_device_name())
     facts["arithmetic"] = repr(arithmetic_for(spec, device))
@@ -156,6 +161,8 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         )
     )
     _correct_wrapper(engine)
+    if config.reshard_after_forward is not None:
+        set_lifetime(engine.optimizer, prepared.matrices(), reshard=config.reshard_after_forward)
     say(_describe(plans, step_engine, prepared, communicator), rank=transport.rank)
     for plan in plans:
         warning = plan.oversize_warning(config.workspace_mb)

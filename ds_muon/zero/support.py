@@ -14,6 +14,7 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import groups
 
+from ds_muon.config import DMuonConfig
 from ds_muon.zero.seams import parsed_config, private
 
 
@@ -208,7 +209,7 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def refuse_unsupported(engine: Any) -> None:
+def refuse_unsupported(engine: Any, config: DMuonConfig) -> None:
     """Stop before anything is built, if the engine asks for a regime that is not exact.
 
     Raises:
@@ -220,6 +221,13 @@ def refuse_unsupported(engine: Any) -> None:
                 f"DMuon does not support {refusal.regime} ({refusal.key}); {refusal.remedy}. "
                 "docs/support.md lists what it supports"
             )
+    stage = int(engine.zero_optimization_stage())
+    if config.reshard_after_forward is not None and stage != 3:
+        raise ValueError(
+            f"optimizer.params.reshard_after_forward = {config.reshard_after_forward} says when "
+            f"ZeRO-3 frees matrices, and zero_optimization.stage is {stage}; remove the key or use "
+            "stage 3"
+        )
 
 
 def supported_table() -> str:
