@@ -24,7 +24,7 @@ AXES = {
     "tiny": (False, True),
     "max_inflight_buckets": (1, 2),
 }
-# Eight runs in which any two choices of two axes meet, half of them with one thread per rank and half
+# Eight runs in which any two choices of two axes meet, half of them with one thread per rank, half
 # with two; DS_MUON_FULL_GRID=1 runs all 32 with both.
 PAIRWISE = tuple((e, a, (a + e) % 2, (a + e // 2) % 2) for e in range(4) for a in range(2))
 FULL = tuple(itertools.product(range(4), range(2), range(2), range(2)))
