@@ -119,7 +119,7 @@ class DMuonConfig(BaseModel):
         "shards", description="where ZeRO-3 takes matrices from"
     )
     hide_param_gather: bool = Field(
-        False, description="ZeRO-1/2: hide the parameter gather under the next forward"
+        False, description="ZeRO-1/2: run the parameter gather under the next forward"
     )
     reduce_scatter_v: bool = Field(True, description="ZeRO-1/2: gradient leg at U, not 2U")
     hsdp: HsdpConfig | None = Field(None, description="replicate x shard groups")
@@ -172,7 +172,6 @@ class DMuonConfig(BaseModel):
 _RESERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ns_backend": (("auto", "eager"), "other Newton-Schulz backends"),
     "param_source": (("shards",), "packed owner broadcasts"),
-    "hide_param_gather": ((False,), "the hidden parameter gather"),
     "hsdp": ((None,), "replicate x shard groups"),
     "qk_clip": ((None,), "MuonClip"),
     "per_head_muon": ((False,), "per-head matrices by model inspection; use split"),

@@ -35,6 +35,7 @@ from ds_muon.planning import MIB, plan_layout
 from ds_muon.routing import RoutingTable, clean_name, route_parameters
 from ds_muon.run.step import StepEngine
 from ds_muon.zero import seams
+from ds_muon.zero.hidden_gather import HiddenGather
 from ds_muon.zero.leaves import LeafSet, read_leaf_sets
 from ds_muon.zero.lifetime import set_lifetime
 from ds_muon.zero.observe import recorder_for, verifier_for
@@ -161,8 +162,7 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         )
     )
     _correct_wrapper(engine)
-    if config.reshard_after_forward is not None:
-        set_lifetime(engine.optimizer, prepared.matrices(), reshard=config.reshard_after_forward)
+    _schedule_parameters(engine, prepared)
     say(_describe(plans, step_engine, prepared, communicator), rank=transport.rank)
     for plan in plans:
         warning = plan.oversize_warning(config.workspace_mb)
@@ -189,6 +189,21 @@ def _correct_wrapper(engine: Any) -> None:
             seams.scale_loss_without_zero(engine)
     if isinstance(wrapper, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
         seams.link_states(wrapper)
+
+
+def _schedule_parameters(engine: Any, prepared: Preparation) -> None:
+    """Give parameters the lifetimes and the gather that the configuration asks for."""
+    config = prepared.config
+    if config.reshard_after_forward is not None:
+        set_lifetime(engine.optimizer, prepared.matrices(), reshard=config.reshard_after_forward)
+    if config.hide_param_gather and prepared.transport.world_size > 1:
+        if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+            raise ValueError(
+                "optimizer.params.hide_param_gather hides the gather of ZeRO-1/2's own optimizer, "
+                f"and this configuration makes a {type(engine.optimizer).__name__}; remove the key "
+                "or data_types.grad_accum_dtype"
+            )
+        HiddenGather(engine, seams.DeepSpeedTransport("parameters"))
 
 
 def _header(engine: Any, prepared: Preparation, sets: Sequence[LeafSet]) -> CheckpointHeader:

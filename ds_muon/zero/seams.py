@@ -65,10 +65,13 @@ class DeepSpeedTransport:
     """Transport over all ranks by deepspeed.comm, so that its comms logger sees the calls.
 
     It has a communicator of its own: an exchange never queues behind ZeRO's traffic.
+
+    Args:
+        purpose: transports of equal purpose share one communicator.
     """
 
-    def __init__(self) -> None:
-        self._group = _exchange_group(torch.distributed.group.WORLD)
+    def __init__(self, purpose: str = "exchange") -> None:
+        self._group = _own_group(torch.distributed.group.WORLD, purpose)
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
@@ -115,8 +118,8 @@ class DeepSpeedTransport:
 
 
 @functools.cache
-def _exchange_group(world: Any) -> Any:
-    """One communicator for the exchange of all engines that share a world."""
+def _own_group(world: Any, purpose: str) -> Any:
+    """One communicator per purpose for all engines that share a world."""
     ranks = list(range(dist.get_world_size(group=world)))
     return torch.distributed.new_group(ranks, timeout=_configured_timeout())
 

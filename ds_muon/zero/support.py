@@ -228,6 +228,11 @@ def refuse_unsupported(engine: Any, config: DMuonConfig) -> None:
             f"ZeRO-3 frees matrices, and zero_optimization.stage is {stage}; remove the key or use "
             "stage 3"
         )
+    if config.hide_param_gather and stage not in (1, 2):
+        raise ValueError(
+            "optimizer.params.hide_param_gather hides the gather at the end of ZeRO-1 and ZeRO-2 "
+            f"steps, and zero_optimization.stage is {stage}; remove the key or use stage 1 or 2"
+        )
 
 
 def supported_table() -> str:
