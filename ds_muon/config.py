@@ -9,6 +9,7 @@ Read next: ortho/recipes.py.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -53,7 +54,9 @@ class MetricsConfig(BaseModel):
 class DMuonConfig(BaseModel):
     """`optimizer.params` of `"type": "DMuon"`, validated and frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
     lr: float = Field(
         1e-3, ge=0.0, description="learning rate of both halves, RMS of an AdamW-like update"
@@ -162,8 +165,8 @@ class DMuonConfig(BaseModel):
         for key, (allowed, arrives) in _RESERVED.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(
-                    f"{key} = {getattr(self, key)!r} is not available in this version "
-                    f"({arrives}); leave it at {allowed[0]!r}"
+                    f"{key} = {_as_json(getattr(self, key))} is not available in this version "
+                    f"({arrives}); leave it at {_as_json(allowed[0])}"
                 )
         return self
 
@@ -176,6 +179,10 @@ _RESERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "qk_clip": ((None,), "MuonClip"),
     "per_head_muon": ((False,), "per-head matrices by model inspection; use split"),
 }
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value.model_dump() if isinstance(value, BaseModel) else value)
 
 
 def reserved_keys() -> dict[str, tuple[Any, ...]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from pathlib import Path
 
 import torch
@@ -41,7 +40,7 @@ def plan_layout(
         gram_from=spec.gram_from,
         gram_restarts=len(spec.gram_restarts),
         iterate_bytes=functools.partial(iterate_bytes, spec=spec, storage=storage),
-        measured=read_owner_costs(config.owner_costs) if config.owner_costs else None,
+        measured=None if config.owner_costs is None else read_owner_costs(config.owner_costs),
     )
     largest = max((m.numel for m in layout.matrices), default=0)
     workspace = Workspace(
@@ -70,12 +69,21 @@ def read_owner_costs(path: str) -> dict[tuple[int, int], float]:
     )
     try:
         rows = json.loads(Path(path).read_text())["seconds"]
-        table = {(int(n), int(m)): float(seconds) for n, m, seconds in rows}
+        table = {(n, m): float(seconds) for n, m, seconds in rows}
     except OSError as error:
         raise ValueError(f"{rule}; {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{rule}; {path} is not that: {error!r}") from None
-    wrong = [row for row, s in table.items() if not (0 < row[0] <= row[1] and 0 < s < math.inf)]
+    wrong = [[*shape, s] for shape, s in table.items() if not _usable(shape, s)]
     if wrong or not table:
         raise ValueError(f"{rule}; {path} has an unusable entry: {wrong[0] if wrong else 'none'}")
+    if len(table) < len(rows):
+        raise ValueError(f"{rule}; {path} has a shape twice")
     return table
+
+
+def _usable(shape: tuple[object, object], seconds: float) -> bool:
+    """Whole sides up to 2^31, the short one first, and a time between 1 ns and a day."""
+    n, m = shape
+    sides = isinstance(n, int) and isinstance(m, int) and 0 < n <= m < 2**31
+    return sides and 1e-9 <= seconds <= 86400

@@ -20,11 +20,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ds_muon.config import parse
 from ds_muon.ortho.newton_schulz import arithmetic_for, orthogonalize_into, scratch_numel
 from ds_muon.ortho.recipes import OrthoSpec, resolve
 from ds_muon.plan.costs import CostModel
 from ds_muon.preview.cli import build_model
+from ds_muon.preview.config_file import read_config
 from ds_muon.preview.record import read_subject
 
 Shape = tuple[int, int]
@@ -63,13 +63,13 @@ def gemm_flops_per_second(shape: Shape, spec: OrthoSpec, device: torch.device, n
 
 def shapes_of(args: argparse.Namespace) -> tuple[list[Shape], OrthoSpec]:
     """(short, long side) of what is timed, and the recipe."""
-    config = json.loads(args.config.read_text()) if args.config else {}
+    config = read_config(args.config or {"optimizer": {"type": "DMuon"}})
     if args.model:
         subject = read_subject(build_model(args.model), config)
         matrices = [p.matrix for route in subject.muon for p in route.placements]
         found = {tuple(sorted((m.rows, m.cols))) for m in matrices}
         return sorted(found), subject.spec
-    spec = resolve(parse(config.get("optimizer", {}).get("params")))
+    spec = resolve(config.params)
     return sorted(tuple(sorted(map(int, s.split("x")))) for s in args.shapes), spec
 
 

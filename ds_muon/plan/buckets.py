@@ -90,8 +90,9 @@ class _Draft:
             return all(nbytes <= budget for nbytes, budget in pairs)
         if not demand.away_out:
             return True
-        element = max(self._workspace.wire_bytes, self._workspace.update_bytes)
-        grown = max(demand.away_out.values()) * element + 2 * ALIGNMENT_BYTES
+        # A holder sends its piece in, and receives it on the way out.
+        both = self._workspace.wire_bytes + self._workspace.update_bytes
+        grown = max(demand.away_out.values()) * both + 2 * ALIGNMENT_BYTES
         at_owner = self._budgets[demand.owner] - self.exchange_bytes(demand.owner)
         self._room = min(self._room - grown, at_owner)
         if self._room < 0 and at_owner >= 0:

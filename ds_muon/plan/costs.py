@@ -51,21 +51,25 @@ class CostModel:
         return segments * 4 * n * n * m + square_products * 2 * n**3
 
     def costs(self, matrices: Sequence[Matrix]) -> tuple[int, ...]:
-        """Return what owners are balanced by: flops, or measured time in flops of the same sum.
+        """Return what owners are balanced by: flops, or measured time in flops of the same sum."""
+        unit = self.unit_seconds(matrices)
+        if unit is None:
+            return tuple(self.flops(m.rows, m.cols) for m in matrices)
+        return tuple(max(1, round(s / unit)) for s in self._seconds(matrices))
 
-        A shape that the table lacks costs its flops at the rate of the table's shapes together.
-        """
-        flops = [self.flops(m.rows, m.cols) for m in matrices]
-        if not self.measured or not flops:
-            return tuple(flops)
-        table_flops = sum(self.flops(*shape) for shape in self.measured)
-        seconds_per_flop = sum(self.measured.values()) / table_flops
-        seconds = [
-            self.measured.get(_shape(m), f * seconds_per_flop)
-            for m, f in zip(matrices, flops, strict=True)
-        ]
-        scale = sum(flops) / math.fsum(seconds)
-        return tuple(max(1, round(s * scale)) for s in seconds)
+    def unit_seconds(self, matrices: Sequence[Matrix]) -> float | None:
+        """Seconds that a cost of 1 stands for; None without a measured table."""
+        if not self.measured or not matrices:
+            return None
+        return math.fsum(self._seconds(matrices)) / sum(
+            self.flops(m.rows, m.cols) for m in matrices
+        )
+
+    def _seconds(self, matrices: Sequence[Matrix]) -> list[float]:
+        """Measured time; a shape that the table lacks costs its flops at the table's own rate."""
+        measured = self.measured or {}
+        rate = math.fsum(measured.values()) / sum(self.flops(*shape) for shape in measured)
+        return [measured.get(_shape(m), self.flops(m.rows, m.cols) * rate) for m in matrices]
 
 
 def _shape(matrix: Matrix) -> Shape:

@@ -31,6 +31,7 @@ class Plan:
         owners: rank per matrix.
         flops: of one orthogonalisation, per matrix.
         costs: what owners are balanced by: flops, or measured time.
+        unit_seconds: seconds that a cost of 1 stands for, where time was measured.
         routes: one per micro-bucket, in the order of the step.
         workspace: memory and strategy; its `exchange` is one of plan/traffic.py's.
         oversize: matrices that exceed the workspace cap by themselves.
@@ -42,6 +43,7 @@ class Plan:
     owners: tuple[int, ...]
     flops: tuple[int, ...]
     costs: tuple[int, ...]
+    unit_seconds: float | None
     routes: tuple[BucketRoute, ...]
     workspace: Workspace
     oversize: tuple[Oversize, ...]
@@ -162,6 +164,7 @@ def _with_strategy(
         owners=owners,
         flops=tuple(model.flops(m.rows, m.cols) for m in layout.matrices),
         costs=costs,
+        unit_seconds=model.unit_seconds(layout.matrices),
         routes=tuple(route_bucket(layout, owners, bucket) for bucket in buckets.matrices),
         workspace=workspace,
         oversize=buckets.oversize,

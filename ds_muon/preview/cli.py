@@ -16,14 +16,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from ds_muon.config import parse
 from ds_muon.ortho.recipes import resolve
+from ds_muon.planning import read_owner_costs
 from ds_muon.preview import show
+from ds_muon.preview.config_file import read_config
 from ds_muon.preview.record import Rates, placed, preview, read_subject
 from ds_muon.preview.sweep import sweep_shard_sizes
 
@@ -61,11 +61,10 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    config = _read(args.config)
-    kind = config.get("optimizer", {}).get("type")
-    if str(kind).lower() != "dmuon":
-        raise ValueError(f'optimizer.type of {args.config} is {kind!r}, not "DMuon"')
-    spec = resolve(parse(config["optimizer"].get("params")))
+    config = read_config(args.config).params
+    spec = resolve(config)
+    if config.owner_costs is not None:
+        read_owner_costs(config.owner_costs)
     print(f"{args.config}: valid; {len(spec.triples)} steps in {spec.compute_dtype}")
     return 0
 
@@ -73,7 +72,9 @@ def _check(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     if args.world_size < 1:
         raise ValueError(f"--world-size must be at least 1, got {args.world_size}")
-    rates, config = _rates(args), _read(args.config)
+    if args.plot and args.plot.suffix not in show.PLOT_SUFFIXES:
+        raise ValueError(f"--plot {args.plot} must end in one of {', '.join(show.PLOT_SUFFIXES)}")
+    rates, config = _rates(args), read_config(args.config)
     model = build_model(args.model)
     started = time.perf_counter()
     # A plan is some hundred thousand small records; collecting in between would double the time.
@@ -137,18 +138,23 @@ def build_model(source: str) -> nn.Module:
             from transformers import AutoConfig, AutoModelForCausalLM
 
             return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-        module, _, name = source.partition(":")
-        if not name:
-            raise ValueError(
-                f"--model {source!r} is neither an existing folder with a config.json nor "
-                "module:callable"
-            )
-        sys.path.insert(0, "")
-        return getattr(importlib.import_module(module), name)()
+        return _call(source)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _call(source: str) -> nn.Module:
+    module, _, name = source.partition(":")
+    if not name:
+        raise ValueError(
+            f"--model {source!r} is neither an existing folder with a config.json nor "
+            "module:callable"
+        )
+    sys.path.insert(0, "")
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        model = getattr(importlib.import_module(module), name)()
+    except Exception as error:
+        raise ValueError(
+            f"--model {source!r} could not be built: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"--model {source!r} built {type(model).__name__}, not a torch.nn.Module")
+    return model

@@ -8,18 +8,19 @@ Never does: import DeepSpeed, or hold weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
-from ds_muon.config import DMuonConfig, parse
+from ds_muon.config import DMuonConfig
 from ds_muon.ortho.recipes import OrthoSpec, resolve
 from ds_muon.plan.layout import Layout
 from ds_muon.plan.plan import Plan
 from ds_muon.plan.predict import PlannedParameter, ZeroSettings, predict_layouts
 from ds_muon.planning import plan_layout
+from ds_muon.preview.config_file import ConfigFile
 from ds_muon.routing import Route, RoutingTable, route_parameters
 
 _FP32 = 4
@@ -83,7 +84,8 @@ class Preview:
         state_bytes: optimizer state per rank: momentum, and AdamW's two moments.
         workspace_bytes: exchange buffers and iteration at their peak, per rank.
         communicator_bytes: estimate of what NCCL allocates for the exchange's connections.
-        ns_seconds, exchange_seconds: predicted, on the critical path, at the given rates.
+        ns_seconds, exchange_seconds: predicted, on the critical path, at the given rates;
+            Newton-Schulz by the measured table where there is one.
     """
 
     world_size: int
@@ -114,13 +116,18 @@ class Preview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is planned: a model's parameters under a configuration."""
+    """What is planned: a model's parameters under a configuration.
+
+    Attributes:
+        warning: what the routing says of itself, as a run would log it.
+    """
 
     config: DMuonConfig
     spec: OrthoSpec
     settings: ZeroSettings
     table: RoutingTable
     low_precision: bool
+    warning: str | None
 
     @property
     def muon(self) -> list[Route]:
@@ -152,40 +159,21 @@ class Subject:
         return plan_layout(layout, self.config, self.spec, storage=self.spec.compute_dtype)
 
 
-def read_subject(model: nn.Module, ds_config: Mapping[str, Any]) -> Subject:
-    """Parse the configuration and route the model.
+def read_subject(model: nn.Module, ds_config: ConfigFile) -> Subject:
+    """Route the model.
 
     Raises:
         ValueError: the configuration or the routing is invalid.
     """
-    config = parse(ds_config.get("optimizer", {}).get("params"))
+    config = ds_config.params
     table = route_parameters(model, config)
-    table.require_matrices()
     return Subject(
         config=config,
         spec=resolve(config),
-        settings=zero_settings(ds_config),
+        settings=ds_config.zero_settings,
         table=table,
-        low_precision=_low_precision(ds_config),
-    )
-
-
-def _low_precision(ds_config: Mapping[str, Any]) -> bool:
-    return any(ds_config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
-
-
-def zero_settings(ds_config: Mapping[str, Any]) -> ZeroSettings:
-    """Read what decides the layout from ds_config.json."""
-    zero = ds_config.get("zero_optimization", {})
-    aligned = (
-        16 // (2 if _low_precision(ds_config) else 4) if zero.get("parameter_alignment") else 1
-    )
-    size = zero.get("sub_group_size", 10**9)
-    return ZeroSettings(
-        stage=int(zero.get("stage", 0)),
-        round_robin_gradients=bool(zero.get("round_robin_gradients", False)),
-        parameter_alignment=aligned,
-        sub_group_size=int(float(size)) if size != "auto" else 10**9,
+        low_precision=ds_config.low_precision,
+        warning=table.require_matrices(),
     )
 
 
@@ -225,7 +213,7 @@ def preview(
         adamw_state_bytes=math.ceil((matrix_numel + rest_numel) * 2 * _FP32 / parts),
         workspace_bytes=tuple(per_rank),
         communicator_bytes=communicator_bytes(plans),
-        ns_seconds=span / rates.flops if rates else None,
+        ns_seconds=ns_seconds(plans, rates),
         exchange_seconds=exchange_seconds(subject, plans, rates) if rates else None,
         warnings=tuple(_warnings(subject, plans)),
     ), plans
@@ -249,6 +237,19 @@ def placed(plans: Sequence[Plan]) -> list[Placed]:
                 )
             )
     return found
+
+
+def ns_seconds(plans: Sequence[Plan], rates: Rates | None) -> float | None:
+    """Predict Newton-Schulz on the critical path, if anything says how fast it runs."""
+    if not plans:
+        return None
+    total = 0.0
+    for plan in plans:
+        unit = plan.unit_seconds or (1 / rates.flops if rates else None)
+        if unit is None:
+            return None
+        total += plan.makespan() * unit
+    return total
 
 
 def communicator_bytes(plans: Sequence[Plan]) -> int:
@@ -297,6 +298,12 @@ def traffic(
     elif stage:
         rows.append(("built-in Muon", gradients, parameters, 0.0, 0.0))
     element = 2 if subject.low_precision else 4
+
+    def zero_seconds(numel: float) -> float:
+        return numel * element / rates.bandwidth if rates else 0.0
+
+    steps = {"AdamW": 0.0, "built-in Muon": zero_seconds(rows[-1][-1])}
+    steps["DMuon"] = exchange_seconds(subject, plans, rates) if rates else 0.0
     return tuple(
         Traffic(
             optimizer=name,
@@ -304,7 +311,7 @@ def traffic(
             parameters=p,
             exchange_mean=mean,
             exchange_busiest=busiest,
-            seconds=(g + p + busiest) * element / rates.bandwidth if rates else None,
+            seconds=zero_seconds(g + p) + steps[name] if rates else None,
         )
         for name, g, p, mean, busiest in rows
     )
@@ -312,7 +319,8 @@ def traffic(
 
 def _warnings(subject: Subject, plans: Sequence[Plan]) -> list[str]:
     workspace_mb = subject.config.workspace_mb
-    found = [w for w in (p.oversize_warning(workspace_mb) for p in plans) if w]
+    found = [subject.warning] if subject.warning else []
+    found += [w for w in (p.oversize_warning(workspace_mb) for p in plans) if w]
     settings = subject.settings
     if settings.stage == 3 and len(plans) > 1:
         costs = [sum(p.costs) for p in plans]

@@ -16,6 +16,7 @@ from ds_muon.preview.record import Placed, Preview
 from ds_muon.preview.sweep import ShardSize
 
 _MIB = 2**20
+PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 
 
 def print_preview(found: Preview, seconds: float) -> None:
@@ -60,9 +61,12 @@ def _facts(found: Preview) -> list[tuple[str, str]]:
         ),
         ("communicator (NCCL, estimate)", f"{found.communicator_bytes / _MIB:,.0f} MiB"),
     ]
-    if found.ns_seconds is not None:
-        rows.append(("Newton-Schulz, predicted", f"{_milliseconds(found.ns_seconds)} ms"))
-        rows.append(("exchange, predicted", f"{_milliseconds(found.exchange_seconds)} ms"))
+    for name, seconds in (
+        ("Newton-Schulz, predicted", found.ns_seconds),
+        ("exchange, predicted", found.exchange_seconds),
+    ):
+        if seconds is not None:
+            rows.append((name, f"{_milliseconds(seconds)} ms"))
     return rows
 
 
@@ -127,7 +131,7 @@ def plot_loads(loads: Sequence[int], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
     axes.bar(range(len(loads)), loads)
-    axes.axhline(sum(loads) / len(loads), color="black", lw=1, label="mean")
+    axes.axhline(sum(loads) / max(1, len(loads)), color="black", lw=1, label="mean")
     axes.set(xlabel="rank", ylabel="Newton-Schulz flops per step", title="owners' load")
     axes.legend()
     figure.savefig(path, dpi=120)

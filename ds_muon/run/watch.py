@@ -40,10 +40,10 @@ class StepWatch:
     @contextlib.contextmanager
     def stepping(self, leaves: Sequence[Tensor]) -> Iterator[None]:
         """Surround one call of the base optimizer, for the leaves that it steps."""
-        if not self._observers:
+        called = {id(leaf) for leaf in leaves}
+        if not self._observers or not called:
             yield
             return
-        called = {id(leaf) for leaf in leaves}
         if not called <= self._left:
             self._left = set(self._all)
             for observer in self._observers:

@@ -77,8 +77,9 @@ def verifier_for(
     """Build the verifier that `verify_every` asks for."""
     if not config.verify_every:
         return None
-    partitioned = int(engine.zero_optimization_stage()) == 3
-    named = () if partitioned else engine.module.named_parameters()
+    stage = int(engine.zero_optimization_stage())
+    named = [(f"master weights of leaf {i}", m) for i, m in enumerate(masters) if not stage]
+    named += [] if stage == 3 else list(engine.module.named_parameters())
     verifier = Verifier(
         config.verify_every,
         step_engine,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_muon.plan.predict import PlannedParameter, predict_layouts
-from ds_muon.preview.record import zero_settings
+from ds_muon.preview.config_file import read_config
 from ds_muon.zero.seams import user_config
 from tests.harness import models, ranks
 from tests.harness.training import ds_config, start_engine, train_steps
@@ -85,7 +85,7 @@ def _predicted(engine: Any) -> list[Any]:
     groups = [
         [PlannedParameter(numel=r.numel, placements=r.placements) for r in g.routes] for g in muon
     ]
-    settings = zero_settings(user_config(engine))
+    settings = read_config(user_config(engine)).zero_settings
     return predict_layouts(groups, settings, world_size=torch.distributed.get_world_size())
 
 

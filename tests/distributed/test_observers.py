@@ -117,8 +117,13 @@ def until_found(*, stage: int, dtype: str, where: str, every: int) -> dict[str, 
         real(leaf, update, **options)
         flip(leaf, 0, 20)
 
+    weight = dict(engine.module.named_parameters())[WEIGHT].detach()
     if torch.distributed.get_rank() == 1 and where == "weight":
-        flip(dict(engine.module.named_parameters())[WEIGHT], 3, 2)
+        flip(weight, 3, 2)
+    if torch.distributed.get_rank() == 1 and where == "sign":
+        weight.view(-1)[3].neg_()
+    if torch.distributed.get_rank() == 1 and where == "order":
+        weight.copy_(weight.flip(0))
     if torch.distributed.get_rank() == 1 and where == "master":
         flip(optimizer.binding.leaf_sets[0][0], 3, 2)
     found, error = 0, ""
@@ -139,6 +144,10 @@ CASES = [
     (0, "fp32", "weight", WEIGHT),
     (1, "fp32", "weight", WEIGHT),
     (2, "bf16", "weight", WEIGHT),
+    (1, "fp32", "sign", WEIGHT),
+    (2, "bf16", "sign", WEIGHT),
+    (1, "fp32", "order", WEIGHT),
+    (0, "bf16", "master", "master weights of leaf 0"),
     (1, "bf16", "master", "rank 1: master weights"),
     (3, "bf16", "master", "rank 1: master weights"),
     (1, "fp32", "update", "held by rank 1"),

@@ -321,6 +321,11 @@ def test_measured_costs_move_owners_and_are_part_of_the_digest(tmp_path: Path) -
         ('{"seconds": [[64, 32, 1.0]]}', "unusable entry"),
         ('{"seconds": []}', "unusable entry"),
         ('{"seconds": [[1, 2]]}', "is not that"),
+        ('{"seconds": [[1.5, 64, 1.0]]}', "unusable entry"),
+        ('{"seconds": [[Infinity, 64, 1.0]]}', "unusable entry"),
+        ('{"seconds": [[32, 64, 1e-320]]}', "unusable entry"),
+        ('{"seconds": [[32, 64, 1e308]]}', "unusable entry"),
+        ('{"seconds": [[32, 64, 1.0], [32, 64, 2.0]]}', "a shape twice"),
     ],
 )
 def test_a_cost_table_that_is_none_is_an_error(
@@ -353,6 +358,19 @@ def test_whole_experts_move_only_where_that_pays() -> None:
     assert [o for m, o in zip(layout.matrices, owners, strict=True) if m.name[0] == "e"] == (
         [0] * 4 + [1] * 4
     )
+
+
+@pytest.mark.parametrize("inflight", [1, 2])
+@pytest.mark.parametrize("cap_mib", [52, 55, 64, 73, 148])
+def test_many_small_matrices_beside_a_large_one_stay_within_the_cap(
+    cap_mib: int, inflight: int
+) -> None:
+    """One owner takes many in a row, while the other has the smaller budget and holds pieces."""
+    layout = whole_parameters((1536, 1536), *[(1024, 128)] * 500, world=2)
+    config = parse({"workspace_mb": cap_mib, "max_inflight_buckets": inflight})
+    plan = plan_layout(layout, config, resolve(config), storage=torch.bfloat16)
+    allowed = max([cap_mib * MIB, *(o.need_bytes for o in plan.oversize)])
+    assert max(plan.peak_bytes()) <= allowed
 
 
 def test_replicas_share_the_matrices() -> None:

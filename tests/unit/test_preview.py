@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 from ds_muon.preview.cli import build_model, main
+from ds_muon.preview.config_file import read_config
 from ds_muon.preview.record import preview, read_subject
 
 EXAMPLES = Path(__file__).parents[2] / "ds_config_examples"
@@ -72,7 +73,7 @@ def test_warnings_name_the_sub_groups_and_the_cap() -> None:
         "optimizer": {"type": "DMuon", "params": {"workspace_mb": 4}},
         "zero_optimization": {"stage": 3, "sub_group_size": 1_000_000},
     }
-    found, plans = preview(read_subject(model, config), world_size=4)
+    found, plans = preview(read_subject(model, read_config(config)), world_size=4)
     assert len(plans) == 2
     assert any("sub_group_size = 1,000,000" in w for w in found.warnings)
     assert any("exceed workspace_mb = 4" in w and "0.weight" in w for w in found.warnings)
@@ -82,8 +83,8 @@ def test_warnings_name_the_sub_groups_and_the_cap() -> None:
 def test_buckets_follow_the_owners_load_and_the_bound_is_printed() -> None:
     with torch.device("meta"):
         model = torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False) for _ in range(9)])
-    config = {"optimizer": {"params": {}}, "zero_optimization": {"stage": 3}}
-    found, _ = preview(read_subject(model, config), world_size=4)
+    config = {"optimizer": {"type": "DMuon"}, "zero_optimization": {"stage": 3}}
+    found, _ = preview(read_subject(model, read_config(config)), world_size=4)
     # Nine equal matrices on four ranks: one rank runs three.
     assert found.makespan_over_mean == pytest.approx(3 / (9 / 4))
     mean, largest, shared = found.bound_terms
@@ -127,6 +128,8 @@ def test_times_are_predicted_from_given_rates_only(capsys: pytest.CaptureFixture
     slow = plan_json(capsys, "--world-size", "4", "--tflops", "1", "--gb-per-s", "1")
     fast = plan_json(capsys, "--world-size", "4", "--tflops", "2", "--gb-per-s", "4")
     assert slow["ns_seconds"] == 2 * fast["ns_seconds"] > 0
+    rows = {t["optimizer"]: t["seconds"] for t in slow["traffic"]}
+    assert rows["DMuon"] - rows["AdamW"] == pytest.approx(slow["exchange_seconds"])
     received = slow["traffic"][1]["exchange_busiest"] * 2 / 1e9
     calls = 2 * slow["num_buckets"] * 10e-6
     assert slow["exchange_seconds"] == pytest.approx(received + calls, rel=0.05)
@@ -176,3 +179,96 @@ def test_tables_show_matrices_and_shard_sizes(capsys: pytest.CaptureFixture[str]
     )
     printed = capsys.readouterr().out
     assert "predicted" in printed and "HSDP" in printed and "gate_proj" in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "JSON object"),
+        ("{", "not JSON"),
+        ('{"optimizer": null}', "optimizer: Field required"),
+        ('{"optimizer": "DMuon"}', "optimizer: "),
+        ('{"optimizer": {"type": "AdamW"}}', "'AdamW'"),
+        ('{"optimizer": {"type": "DMuon", "params": [1]}}', "optimizer.params: "),
+        ('{"optimizer": {"type": "DMuon"}, "zero_optimization": {"stage": 7}}', "stage: "),
+        ('{"optimizer": {"type": "DMuon"}, "zero_optimization": {"stage": "x"}}', "stage: "),
+        (
+            '{"optimizer": {"type": "DMuon"}, "zero_optimization": {"sub_group_size": 0}}',
+            "sub_group_size must be at least 1",
+        ),
+        ('{"optimizer": {"type": "DMuon"}, "bf16": true}', "bf16: "),
+        (
+            '{"optimizer": {"type": "DMuon"}, "zero_optimization": '
+            '{"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
+            "offload_optimizer.device",
+        ),
+        ('{"optimizer": {"type": "DMuon", "params": {"owner_costs": "none.json"}}}', "none.json"),
+        ('{"optimizer": {"type": "DMuon", "params": {"weight_decay": Infinity}}}', "weight_decay"),
+    ],
+)
+def test_both_commands_name_the_key_that_is_wrong(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(text)
+    for command in (
+        ["check", str(path)],
+        ["plan", "--config", str(path), "--model", MODEL, "--world-size", "2"],
+    ):
+        assert main(command) == 1
+        error = capsys.readouterr().err
+        assert words in error and "Traceback" not in error
+
+
+NOT_A_MODULE, NOT_CALLABLE = int, 3
+
+
+def failing() -> torch.nn.Module:
+    raise RuntimeError("on purpose")
+
+
+def only_embeddings() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Embedding(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing", "AttributeError"),
+        ("NOT_CALLABLE", "TypeError"),
+        ("NOT_A_MODULE", "built int"),
+        ("failing", "on purpose"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_named(
+    name: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--config", str(EXAMPLES / "zero3.json"), "--world-size", "2"]
+    assert main(["plan", *arguments, "--model", f"{__name__}:{name}"]) == 1
+    error = capsys.readouterr().err
+    assert words in error and name in error
+
+
+def test_a_model_without_matrices_is_planned_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--config", str(EXAMPLES / "zero3.json"), "--world-size", "2"]
+    model = ["--model", f"{__name__}:only_embeddings"]
+    assert main(["plan", *arguments, *model, "--plot", str(tmp_path / "empty.png")]) == 0
+    assert "NO matrix is trained with Muon" in capsys.readouterr().out
+    assert main(["plan", *arguments, *model, "--plot", str(tmp_path)]) == 1
+    assert "must end in" in capsys.readouterr().err
+
+
+def test_a_measured_table_gives_the_predicted_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.ModuleList([torch.nn.Linear(8, 8, bias=False) for _ in range(4)])
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"seconds": [[8, 8, 0.5]]}))
+    config = {
+        "optimizer": {"type": "DMuon", "params": {"owner_costs": str(costs)}},
+        "zero_optimization": {"stage": 3},
+    }
+    found, _ = preview(read_subject(model, read_config(config)), world_size=2)
+    assert found.ns_seconds == pytest.approx(1.0)
