@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import ds_muon.run.step as step_module
+from ds_muon.comm.strategies import warm_up
 from ds_muon.config import parse
 from ds_muon.ortho.recipes import resolve
 from ds_muon.plan.layout import Matrix, Placement, split_parameter_layout
@@ -190,3 +191,25 @@ def test_auto_takes_the_cheapest_and_overlap_takes_more_buffers() -> None:
     costs = {s: exchange_cost_bytes(plans["auto"].loads(), s, 2) for s in STRATEGIES}
     assert costs[plans["auto"].exchange] == min(costs.values())
     assert buffer_sets(2) == 3
+
+
+def warmed(*, strategy: str) -> dict[str, Any]:
+    """Run on a rank: what connecting issues, to whom."""
+    transport = CountingTransport(DeepSpeedTransport())
+    warm_up(strategy, transport, torch.device("cpu"))
+    return {"calls": dict(transport.calls), "received": dict(transport.received)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "calls"),
+    [
+        ("all_to_all", {"all_to_all": 1}),
+        ("all_gather", {"all_gather": 1}),
+        ("broadcast", {"all_to_all": 1, "broadcast": 3}),
+        ("p2p", {"p2p": 4}),
+    ],
+)
+def test_starting_connects_every_pair_of_ranks(strategy: str, calls: dict[str, int]) -> None:
+    for out in ranks.run(3, warmed, strategy=strategy):
+        assert out["calls"] == calls
+        assert all(n in (2, 4) for n in out["received"].values()), "from both other ranks"
