@@ -124,7 +124,10 @@ class DMuonConfig(BaseModel):
     hide_param_gather: bool = Field(
         False, description="ZeRO-1/2: run the parameter gather under the next forward"
     )
-    reduce_scatter_v: bool = Field(True, description="ZeRO-1/2: gradient leg at U, not 2U")
+    reduce_scatter_v: bool = Field(
+        True,
+        description="ZeRO-1/2: gradients reduced to their rank only; no effect in this version",
+    )
     hsdp: HsdpConfig | None = Field(None, description="replicate x shard groups")
     include: tuple[str, ...] = Field((), description="globs: parameters to train with Muon")
     exclude: tuple[str, ...] = Field((), description="globs: parameters to train with AdamW; wins")
@@ -179,6 +182,25 @@ _RESERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "qk_clip": ((None,), "MuonClip"),
     "per_head_muon": ((False,), "per-head matrices by model inspection; use split"),
 }
+
+
+def require_stage(config: DMuonConfig, stage: int) -> None:
+    """Refuse keys that mean nothing at a ZeRO stage.
+
+    Raises:
+        ValueError: names the key, the rule, the stage and the remedy.
+    """
+    if config.reshard_after_forward is not None and stage != 3:
+        raise ValueError(
+            f"optimizer.params.reshard_after_forward = {_as_json(config.reshard_after_forward)} "
+            f"says when ZeRO-3 frees matrices, and zero_optimization.stage is {stage}; remove the "
+            "key or use stage 3"
+        )
+    if config.hide_param_gather and stage not in (1, 2):
+        raise ValueError(
+            "optimizer.params.hide_param_gather hides the gather at the end of ZeRO-1 and ZeRO-2 "
+            f"steps, and zero_optimization.stage is {stage}; remove the key or use stage 1 or 2"
+        )
 
 
 def _as_json(value: Any) -> str:

@@ -23,7 +23,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ds_muon.config import DMuonConfig
 from ds_muon.plan.layout import Matrix, Placement
 
-_HEAD_NAMES = frozenset(
+HEAD_NAMES = frozenset(
     {"lm_head", "embed_out", "output_projection", "unembed", "head", "score", "classifier"}
 )
 _ROUTER_NAMES = frozenset({"gate", "router", "wg"})
@@ -222,7 +222,7 @@ def _ruled_out_by(
     leaf, module = parts[-1], parts[-2] if len(parts) > 1 else ""
     if any(part.startswith(("lora_", "modules_to_save")) for part in parts):
         return "LoRA factor"
-    if module in _HEAD_NAMES or leaf in _HEAD_NAMES:
+    if module in HEAD_NAMES or leaf in HEAD_NAMES:
         return "output head by name"
     if any("embed" in part.lower() for part in (leaf, module)) or {"wte", "wpe"} & {leaf, module}:
         return "embedding by name"

@@ -182,7 +182,9 @@ def page(args: argparse.Namespace, title: str, rows: list[list[str]]) -> str:
         "ranks unless it says busiest. The step is `engine.step()`; under ZeRO-1/2 it includes the "
         "gather of parameters, and the all-reduce of gradients comes before it. The peak is live "
         "tensor bytes beyond those between steps, of the rank that has most; DMuon's preallocated "
-        "workspace lives between steps. Gloo receives an all-gather into a copy of its own.",
+        "workspace lives between steps. Gloo receives an all-gather into a copy of its own. At "
+        "stage 3 a model this small stays gathered between forward and backward (ZeRO's reuse distance), "
+        "so its parameters cost U = 3/4 P there, not 2U.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         f"|{'---|' * len(COLUMNS)}",

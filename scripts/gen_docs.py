@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from ds_muon.config import DMuonConfig, reserved_keys
 from ds_muon.ortho.coefficients import COEFFICIENTS
 from ds_muon.ortho.recipes import RECIPES
+from ds_muon.routing import HEAD_NAMES
 from ds_muon.zero.support import refused_table, supported_table
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +35,8 @@ RULES = """
   rank's backward to reach the same parameters, whatever the optimizer.
 - `get_global_grad_norm()` is the norm of the raw gradient. It is None where DeepSpeed has none:
   `compute_grad_norm: false`, and fp32 without ZeRO when `gradient_clipping` is 0.
+- An output head is AdamW's where it shares the embedding's weight or is called {heads}; name any
+  other in `exclude`.
 - A checkpoint is resumed with the same number of ranks, ZeRO stage and wrapper (without ZeRO: any
   number of ranks). A checkpoint of another optimizer gives its weights with
   `load_optimizer_states=False`.
@@ -51,7 +54,7 @@ def support_page() -> str:
         + supported_table()
         + "\n"
         + refused_table()
-        + RULES
+        + RULES.replace("{heads}", ", ".join(sorted(HEAD_NAMES)))
     )
 
 

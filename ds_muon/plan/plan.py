@@ -17,7 +17,7 @@ from ds_muon.plan.layout import Layout
 from ds_muon.plan.memory import Workspace
 from ds_muon.plan.owners import assign_owners
 from ds_muon.plan.routes import BucketRoute, route_bucket
-from ds_muon.plan.traffic import STRATEGIES, Leg, Load, leg, load_of
+from ds_muon.plan.traffic import PERSONAL, STRATEGIES, Leg, Load, leg, load_of
 
 # A collective or message costs about as much as this many bytes on the wire (10 us at 25 GB/s).
 CALL_BYTES = 250_000
@@ -79,11 +79,11 @@ class Plan:
         facts = (self.layout, self.owners, self.costs, buckets, self.workspace)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
-    def legs(self) -> list[Leg]:
-        """Traffic of every bucket, way in then way out."""
+    def legs(self, loads: Sequence[Load] | None = None) -> list[Leg]:
+        """Traffic of every bucket, way in then way out; `loads` are the plan's, if at hand."""
         return [
             leg(self.exchange, load, way_in=way_in)
-            for load in self.loads()
+            for load in (self.loads() if loads is None else loads)
             for way_in in (True, False)
         ]
 
@@ -107,6 +107,7 @@ class Plan:
             f"{workspace_mb} by themselves and run with what they need, {worst.matrix} with "
             f"{worst.need_bytes / 2**20:,.0f} MiB on its owner; raise workspace_mb to share "
             "buckets, or set adamw_above_mb to train the largest with AdamW"
+            + ("" if self.exchange in PERSONAL else f"; {PERSONAL[0]} needs smaller buffers")
         )
 
     def received_numel(self) -> tuple[int, ...]:

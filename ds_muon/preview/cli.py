@@ -61,11 +61,16 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    config = read_config(args.config).params
+    found = read_config(args.config)
+    config, stage = found.params, found.zero_optimization.stage
     spec = resolve(config)
     if config.owner_costs is not None:
         read_owner_costs(config.owner_costs)
-    print(f"{args.config}: valid; {len(spec.triples)} steps in {spec.compute_dtype}")
+    dtype = str(spec.compute_dtype).removeprefix("torch.")
+    print(
+        f"{args.config}: DMuon's keys are valid; recipe {config.recipe}, {len(spec.triples)} "
+        f"Newton-Schulz steps in {dtype}, ZeRO stage {stage}, exchange {config.exchange}"
+    )
     return 0
 
 

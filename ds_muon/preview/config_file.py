@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ds_muon.config import DMuonConfig, parse
+from ds_muon.config import DMuonConfig, parse, require_stage
 from ds_muon.plan.predict import ZeroSettings
 
 
@@ -113,4 +113,4 @@ def _require_usable(found: ConfigFile) -> None:
                 f"zero_optimization.{name}.device is {offload.device!r}, which DMuon does not "
                 "support; remove it"
             )
-    found.params  # noqa: B018  raises where a key is wrong
+    require_stage(found.params, zero.stage)

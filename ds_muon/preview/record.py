@@ -19,6 +19,7 @@ from ds_muon.ortho.recipes import OrthoSpec, resolve
 from ds_muon.plan.layout import Layout
 from ds_muon.plan.plan import Plan
 from ds_muon.plan.predict import PlannedParameter, ZeroSettings, predict_layouts
+from ds_muon.plan.traffic import PERSONAL, Leg, Load
 from ds_muon.planning import plan_layout
 from ds_muon.preview.config_file import ConfigFile
 from ds_muon.routing import Route, RoutingTable, route_parameters
@@ -189,6 +190,9 @@ def preview(
     span = sum(p.makespan() for p in plans)
     parts = world_size if subject.settings.stage else 1
     matrix_numel, rest_numel = subject.matrix_numel, subject.rest_numel
+    # Counting the pieces of a large world takes a second; everything below reads these.
+    loads = [plan.loads() for plan in plans]
+    legs = [leg for plan, own in zip(plans, loads, strict=True) for leg in plan.legs(own)]
     per_rank = [max(b) for b in zip(*(p.peak_bytes() for p in plans), strict=True)]
     return Preview(
         world_size=world_size,
@@ -199,22 +203,19 @@ def preview(
         num_straddlers=sum(len(m.holders) > 1 for m in placed(plans)),
         num_buckets=sum(len(p.routes) for p in plans),
         exchange=tuple(sorted({p.exchange for p in plans})),
-        padding_numel=max(
-            (sum(leg.padding[r] for p in plans for leg in p.legs()) for r in range(world_size)),
-            default=0,
-        ),
+        padding_numel=max(sum(leg.padding[r] for leg in legs) for r in range(world_size)),
         makespan_over_mean=span / mean if mean else 1.0,
         makespan_over_bound=span / max(bound_terms) if max(bound_terms) else 1.0,
         bound_terms=bound_terms,
-        traffic=traffic(subject, world_size, plans, rates),
+        traffic=traffic(subject, world_size, legs, rates),
         state_bytes=math.ceil(
             (matrix_numel * subject.momentum_bytes + rest_numel * 2 * _FP32) / parts
         ),
         adamw_state_bytes=math.ceil((matrix_numel + rest_numel) * 2 * _FP32 / parts),
         workspace_bytes=tuple(per_rank),
-        communicator_bytes=communicator_bytes(plans),
+        communicator_bytes=communicator_bytes(plans, loads),
         ns_seconds=ns_seconds(plans, rates),
-        exchange_seconds=exchange_seconds(subject, plans, rates) if rates else None,
+        exchange_seconds=exchange_seconds(subject, legs, rates) if rates else None,
         warnings=tuple(_warnings(subject, plans)),
     ), plans
 
@@ -252,34 +253,36 @@ def ns_seconds(plans: Sequence[Plan], rates: Rates | None) -> float | None:
     return total
 
 
-def communicator_bytes(plans: Sequence[Plan]) -> int:
+def communicator_bytes(plans: Sequence[Plan], loads: Sequence[Sequence[Load]]) -> int:
     """Estimate a rank's connections: to all it exchanges with, or to two in a ring."""
     peers = 0
-    for plan in plans:
-        size = plan.layout.world_size
-        if plan.exchange in ("all_to_all", "p2p"):
-            talks = [load.peers_out[r] for load in plan.loads() for r in range(size)]
-            peers = max(peers, min(size - 1, max(talks, default=0)))
+    for plan, own in zip(plans, loads, strict=True):
+        others = plan.layout.world_size - 1
+        if plan.exchange in PERSONAL:
+            busiest = max((n for load in own for n in load.peers_out), default=0)
+            peers = max(peers, min(others, busiest))
         elif any(route.moving(way_in=False) for route in plan.routes):
-            peers = max(peers, min(size - 1, 2))
+            peers = max(peers, min(others, 2))
     return peers * 2 * _CONNECTION_BYTES
 
 
-def exchange_seconds(subject: Subject, plans: Sequence[Plan], rates: Rates) -> float:
-    """Predict the exchange of the busiest rank in each bucket and way."""
+def exchange_seconds(subject: Subject, legs: Sequence[Leg], rates: Rates) -> float:
+    """Predict the exchange of the busiest rank in each bucket and way; legs alternate in, out."""
     total = 0.0
     sizes = (subject.spec.wire_dtype.itemsize, subject.spec.compute_dtype.itemsize)
-    for plan in plans:
-        for number, leg in enumerate(plan.legs()):
-            nbytes = max(leg.received, default=0) * sizes[number % 2]
-            total += nbytes / rates.bandwidth + max(leg.calls, default=0) * rates.latency
+    for number, leg in enumerate(legs):
+        nbytes = max(leg.received, default=0) * sizes[number % 2]
+        total += nbytes / rates.bandwidth + max(leg.calls, default=0) * rates.latency
     return total
 
 
 def traffic(
-    subject: Subject, world_size: int, plans: Sequence[Plan], rates: Rates | None
+    subject: Subject, world_size: int, legs: Sequence[Leg], rates: Rates | None
 ) -> tuple[Traffic, ...]:
     """Elements per rank and step with U = (N - 1) / N of all parameters, DeepSpeed's defaults.
+
+    Under accumulation ZeRO-3 gathers parameters, and ZeRO-2 and 3 reduce gradients, once per
+    micro-batch; `reshard_after_forward: false` gathers matrices once per step.
 
     ZeRO-1/2 reduces gradients by all-reduce (2U) unless use_multi_rank_bucket_allreduce is false.
     The built-in Muon all-reduces whole gradients at stage 3 (2U), and gathers momentum and updates.
@@ -289,21 +292,24 @@ def traffic(
     matrices = share * subject.matrix_numel
     gradients = {0: 2, 1: 2, 2: 2, 3: 1}[stage] * everything
     parameters = {0: 0, 1: 1, 2: 1, 3: 2}[stage] * everything
-    received = [sum(n) for n in zip(*(p.received_numel() for p in plans), strict=True)] or [0]
+    if stage == 3 and subject.config.reshard_after_forward is False:
+        parameters -= matrices
+    received = [sum(leg.received[r] for leg in legs) for r in range(world_size)]
     mean, busiest = sum(received) / world_size, float(max(received))
-    rows = [("AdamW", gradients, parameters, 0.0, 0.0)]
+    others = 2 * everything if stage == 3 else parameters
+    rows = [("AdamW", gradients, others, 0.0, 0.0)]
     rows.append(("DMuon", gradients, parameters, mean, busiest))
     if stage == 3:
-        rows.append(("built-in Muon", 2 * everything, parameters, 2 * matrices, 2 * matrices))
+        rows.append(("built-in Muon", 2 * everything, others, 2 * matrices, 2 * matrices))
     elif stage:
-        rows.append(("built-in Muon", gradients, parameters, 0.0, 0.0))
+        rows.append(("built-in Muon", gradients, others, 0.0, 0.0))
     element = 2 if subject.low_precision else 4
 
     def zero_seconds(numel: float) -> float:
         return numel * element / rates.bandwidth if rates else 0.0
 
     steps = {"AdamW": 0.0, "built-in Muon": zero_seconds(rows[-1][-1])}
-    steps["DMuon"] = exchange_seconds(subject, plans, rates) if rates else 0.0
+    steps["DMuon"] = exchange_seconds(subject, legs, rates) if rates else 0.0
     return tuple(
         Traffic(
             optimizer=name,

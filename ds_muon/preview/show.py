@@ -6,6 +6,7 @@ Never does: compute what it shows.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 
 def print_preview(found: Preview, seconds: float) -> None:
     """Print facts, traffic and warnings."""
-    console = Console()
+    console = _console()
     facts = Table(title=f"ZeRO-{found.stage}, {found.world_size} ranks", show_header=False)
     for name, value in _facts(found):
         facts.add_row(name, value)
@@ -40,6 +41,11 @@ def print_preview(found: Preview, seconds: float) -> None:
     console.print(traffic)
     for warning in found.warnings:
         console.print(f"warning: {warning}", soft_wrap=True)
+
+
+def _console() -> Console:
+    """As wide as the terminal; elsewhere wide enough for every column."""
+    return Console(width=None if sys.stdout.isatty() else 160)
 
 
 def _facts(found: Preview) -> list[tuple[str, str]]:
@@ -77,7 +83,7 @@ def print_matrices(matrices: Sequence[Placed]) -> None:
         table.add_column(column)
     for m in matrices:
         table.add_row(m.name, f"{m.rows}x{m.cols}", _ranks(m.holders), str(m.owner), str(m.bucket))
-    Console().print(table)
+    _console().print(table)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -111,7 +117,7 @@ def print_sweep(rows: Sequence[ShardSize]) -> None:
             f"{row.state_bytes / _MIB:,.0f}",
             f"{row.workspace_bytes / _MIB:,.0f}",
         )
-    Console().print(table)
+    _console().print(table)
 
 
 def _millions(numel: float) -> str:

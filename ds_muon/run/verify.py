@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ds_muon.comm.transport import Transport
+from ds_muon.log import say
 from ds_muon.ortho.chunks import chunks
 from ds_muon.ortho.newton_schulz import orthogonalize
 from ds_muon.ortho.recipes import OrthoSpec
@@ -51,7 +52,7 @@ class Verifier:
     Args:
         every: steps between checks.
         replicated: parameters that every rank holds whole, by name.
-        masters: this rank's master weights; they change in steps and loads only.
+        masters: this rank's master weights, by what they hold; they change in steps and loads only.
     """
 
     def __init__(
@@ -61,10 +62,10 @@ class Verifier:
         spec: OrthoSpec,
         *,
         replicated: Mapping[str, Tensor],
-        masters: Sequence[Tensor],
+        masters: Mapping[str, Tensor],
     ) -> None:
         self._every, self._engine, self._spec = every, engine, spec
-        self._replicated, self._masters = dict(replicated), tuple(masters)
+        self._replicated, self._masters = dict(replicated), dict(masters)
         self._transport: Transport = engine.transport
         self._matrices = [
             (plan, index)
@@ -75,7 +76,7 @@ class Verifier:
         self.checks = 0
         self._hashes = [0] * len(self._replicated)
         self._left_masters: list[int] | None = None
-        self._changed_masters: list[int] = []
+        self._changed_masters: list[str] = []
         self._wrong: str | None = None
 
     @property
@@ -95,10 +96,8 @@ class Verifier:
             for known, tensor in zip(self._hashes, self._replicated.values(), strict=True)
         ]
         if self._left_masters is not None:
-            pairs = zip(self._left_masters, self._masters, strict=True)
-            self._changed_masters += [
-                i for i, (left, now) in enumerate(pairs) if left != _hash(now)
-            ]
+            pairs = zip(self._left_masters, self._masters.items(), strict=True)
+            self._changed_masters += [name for left, (name, now) in pairs if left != _hash(now)]
 
     def run(self, plan: int, leaves: Sequence[LeafStep]) -> None:
         """Step the leaves of one plan, and check one matrix if it is its turn."""
@@ -117,7 +116,7 @@ class Verifier:
         Raises:
             RuntimeError: on all ranks, with what differs, where and by how much.
         """
-        self._left_masters = [_hash(tensor) for tensor in self._masters]
+        self._left_masters = [_hash(tensor) for tensor in self._masters.values()]
         if not self.due:
             return
         shown = self._transport.all_gather_object(
@@ -127,10 +126,10 @@ class Verifier:
         found = [
             *self._diverged([hashes for hashes, _, _ in shown]),
             *(
-                f"rank {rank}: master weights (leaf {', '.join(map(str, sorted(set(leaves))))}) "
-                "were changed between two steps by something else than the optimizer"
-                for rank, (_, leaves, _) in enumerate(shown)
-                if leaves
+                f"rank {rank}: master weights of {', and of '.join(dict.fromkeys(names))} were "
+                "changed between two steps by something else than the optimizer"
+                for rank, (_, names, _) in enumerate(shown)
+                if names
             ),
             *(text for text in dict.fromkeys(text for _, _, text in shown) if text),
         ]
@@ -140,6 +139,11 @@ class Verifier:
                 f"DMuon: verify_every found a difference at step {self.step} (checks run every "
                 f"{self._every} steps); weights cannot be trusted, go back to a checkpoint. "
                 + "; ".join(found)
+            )
+        if self.checks == 1:
+            say(
+                f"verify_every: the first check passed, at step {self.step}; later ones are silent",
+                rank=self._transport.rank,
             )
 
     def _diverged(self, hashes: Sequence[Sequence[int]]) -> list[str]:

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import chain
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from ds_muon.routing import RoutingTable, clean_name, route_parameters
 from ds_muon.run.step import StepEngine
 from ds_muon.zero import seams
 from ds_muon.zero.hidden_gather import HiddenGather
-from ds_muon.zero.leaves import LeafSet, read_leaf_sets
+from ds_muon.zero.leaves import Leaf, LeafSet, read_leaf_sets
 from ds_muon.zero.lifetime import set_lifetime
 from ds_muon.zero.observe import recorder_for, verifier_for
 from ds_muon.zero.support import refuse_unsupported
@@ -150,7 +149,7 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
     )
     muon_sets = tuple(s.tensors for s in sets if s.kind == MUON)
     adamw_leaves = tuple(t for s in sets if s.kind != MUON for t in s.tensors)
-    masters = [*chain.from_iterable(muon_sets), *adamw_leaves]
+    masters = {_contents(leaf): leaf.tensor for s in sets for leaf in s.leaves}
     optimizer.bind(
         Binding(
             engine=step_engine,
@@ -168,6 +167,13 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         warning = plan.oversize_warning(config.workspace_mb)
         if warning:
             say(warning, rank=transport.rank, level=logging.WARNING)
+
+
+def _contents(leaf: Leaf) -> str:
+    """Name a leaf by the parameters in it on this rank."""
+    names = list(dict.fromkeys(piece.name for piece in leaf.slices)) or ["padding only"]
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more} (a leaf of {leaf.tensor.numel():,} elements)"
 
 
 def _plan(leaf_set: LeafSet, prepared: Preparation) -> Plan:

@@ -8,7 +8,7 @@ after which master weights are new.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -63,7 +63,9 @@ def _share(transport: Transport, device: torch.device, numbers: list[float]) -> 
 
 
 def _write_to_monitor(engine: Any, stats: StepStats) -> None:
-    events = [(f"Train/DMuon/{k}", v, engine.global_samples) for k, v in stats.scalars().items()]
+    # DeepSpeed counts a step's samples after the optimizer's step, and then writes its own events.
+    samples = engine.global_samples + engine.train_batch_size()
+    events = [(f"Train/DMuon/{k}", v, samples) for k, v in stats.scalars().items()]
     engine.monitor.write_events(events)
 
 
@@ -72,13 +74,13 @@ def verifier_for(
     step_engine: StepEngine,
     config: DMuonConfig,
     spec: OrthoSpec,
-    masters: Sequence[Tensor],
+    masters: Mapping[str, Tensor],
 ) -> Verifier | None:
     """Build the verifier that `verify_every` asks for."""
     if not config.verify_every:
         return None
     stage = int(engine.zero_optimization_stage())
-    named = [(f"master weights of leaf {i}", m) for i, m in enumerate(masters) if not stage]
+    named = [(f"master weights of {name}", m) for name, m in masters.items() if not stage]
     named += [] if stage == 3 else list(engine.module.named_parameters())
     verifier = Verifier(
         config.verify_every,

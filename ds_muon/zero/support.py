@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import groups
 
-from ds_muon.config import DMuonConfig
+from ds_muon.config import DMuonConfig, require_stage
 from ds_muon.zero.seams import parsed_config, private
 
 
@@ -221,18 +221,7 @@ def refuse_unsupported(engine: Any, config: DMuonConfig) -> None:
                 f"DMuon does not support {refusal.regime} ({refusal.key}); {refusal.remedy}. "
                 "docs/support.md lists what it supports"
             )
-    stage = int(engine.zero_optimization_stage())
-    if config.reshard_after_forward is not None and stage != 3:
-        raise ValueError(
-            f"optimizer.params.reshard_after_forward = {config.reshard_after_forward} says when "
-            f"ZeRO-3 frees matrices, and zero_optimization.stage is {stage}; remove the key or use "
-            "stage 3"
-        )
-    if config.hide_param_gather and stage not in (1, 2):
-        raise ValueError(
-            "optimizer.params.hide_param_gather hides the gather at the end of ZeRO-1 and ZeRO-2 "
-            f"steps, and zero_optimization.stage is {stage}; remove the key or use stage 1 or 2"
-        )
+    require_stage(config, int(engine.zero_optimization_stage()))
 
 
 def supported_table() -> str:

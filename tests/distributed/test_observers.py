@@ -79,7 +79,7 @@ def test_records_say_what_the_step_did(stage: int, tmp_path: Path) -> None:
     [written] = tmp_path.rglob("*DMuon_ns_balance.csv")
     rows = list(csv.reader(written.open()))[1:]
     assert float(rows[-1][1]) == pytest.approx(out[0]["stats"]["ns_balance"])
-    assert len(rows) == 2
+    assert [float(row[0]) for row in rows] == [2 * models.GLOBAL_BATCH, 4 * models.GLOBAL_BATCH]
 
 
 def off() -> bool:
@@ -147,7 +147,7 @@ CASES = [
     (1, "fp32", "sign", WEIGHT),
     (2, "bf16", "sign", WEIGHT),
     (1, "fp32", "order", WEIGHT),
-    (0, "bf16", "master", "master weights of leaf 0"),
+    (0, "bf16", "master", "master weights of layers.0.attention.q_proj.weight"),
     (1, "bf16", "master", "rank 1: master weights"),
     (3, "bf16", "master", "rank 1: master weights"),
     (1, "fp32", "update", "held by rank 1"),

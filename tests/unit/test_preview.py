@@ -93,7 +93,7 @@ def test_buckets_follow_the_owners_load_and_the_bound_is_printed() -> None:
 
 def test_check_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(EXAMPLES / "zero2.json")]) == 0
-    assert "valid; 5 steps" in capsys.readouterr().out
+    assert "5 Newton-Schulz steps in bfloat16, ZeRO stage 2" in capsys.readouterr().out
     bad = tmp_path / "bad.json"
     for text, words in (
         ('{"optimizer": {"type": "DMuon", "params": {"momentm": 0.9}}}', "'momentum'"),
