@@ -183,8 +183,8 @@ def page(args: argparse.Namespace, title: str, rows: list[list[str]]) -> str:
         "gather of parameters, and the all-reduce of gradients comes before it. The peak is live "
         "tensor bytes beyond those between steps, of the rank that has most; DMuon's preallocated "
         "workspace lives between steps. Gloo receives an all-gather into a copy of its own. At "
-        "stage 3 a model this small stays gathered between forward and backward (ZeRO's reuse distance), "
-        "so its parameters cost U = 3/4 P there, not 2U.",
+        "stage 3 a model this small stays gathered between forward and backward (ZeRO's reuse "
+        "distance), so its parameters cost U = 3/4 P there, not 2U.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         f"|{'---|' * len(COLUMNS)}",
