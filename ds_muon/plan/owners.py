@@ -57,13 +57,6 @@ def _loads(layout: Layout, costs: Sequence[int], owners: Sequence[int]) -> list[
     return loads
 
 
-def moved_numel(layout: Layout, owners: Sequence[int]) -> int:
-    """Elements that travel to their owner, summed over matrices."""
-    return sum(
-        matrix.numel - layout.held_numel(i, owners[i]) for i, matrix in enumerate(layout.matrices)
-    )
-
-
 class _Placing:
     """Ways to place the matrices of one layout."""
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_muon.ortho.chunks import chunks
+from ds_muon.plan.memory import buffers
 from ds_muon.plan.plan import Plan
 
 PHASES = ("in", "ns", "out")
@@ -31,7 +32,8 @@ class BucketStats:
         names, shapes: of the bucket's matrices.
         matrices, owned: how many they are, and how many this rank orthogonalises.
         numel, padding: elements of the matrices; elements that arrive here and carry nothing.
-        exchange_bytes, iterate_bytes: buffer estimates of the plan for this rank.
+        exchange_bytes: the plan's buffers of this bucket on this rank.
+        iterate_bytes: the plan's memory for the largest matrix that this rank owns.
         allocated_before, allocated_after, allocated_peak: bytes, as the accelerator counts them;
             on a CPU the process's resident memory.
         milliseconds: by phase: exchange in, Newton-Schulz with packing, exchange out.
@@ -116,6 +118,14 @@ def describe_buckets(plan: Plan, rank: int) -> list[BucketStats]:
     legs = plan.legs()
     for number, route in enumerate(plan.routes):
         matrices = [plan.layout.matrices[i] for i in route.matrices]
+        way_in, way_out = legs[2 * number : 2 * number + 2]
+        exchange = buffers(
+            plan.workspace,
+            send_in=way_in.send_numel[rank],
+            receive_in=way_in.receive_numel[rank],
+            send_out=way_out.send_numel[rank],
+            receive_out=way_out.receive_numel[rank],
+        )
         found.append(
             BucketStats(
                 names=tuple(m.name for m in matrices),
@@ -123,8 +133,8 @@ def describe_buckets(plan: Plan, rank: int) -> list[BucketStats]:
                 matrices=len(matrices),
                 owned=sum(plan.owners[i] == rank for i in route.matrices),
                 numel=sum(m.numel for m in matrices),
-                padding=sum(leg.padding[rank] for leg in legs[2 * number : 2 * number + 2]),
-                exchange_bytes=plan.exchange_bytes[rank],
+                padding=way_in.padding[rank] + way_out.padding[rank],
+                exchange_bytes=exchange.nbytes,
                 iterate_bytes=plan.iterate_bytes[rank],
             )
         )

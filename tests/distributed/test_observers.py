@@ -52,6 +52,11 @@ def recorded(*, stage: int, folder: str) -> dict[str, Any]:
         "stats": stats.as_dict(),
         "update_rms": {k: (s[0] / s[2]) ** 0.5 for k, s in squares.items()},
         "grad_norm": {k: s[1] ** 0.5 for k, s in squares.items()},
+        "exchange": [
+            bucket.buffers.nbytes
+            for buckets in optimizer.binding.engine._schedules
+            for bucket in buckets
+        ],
         "plans": [[len(r.matrices) for r in p.routes] for p in optimizer.binding.engine.plans],
     }
 
@@ -69,6 +74,7 @@ def test_records_say_what_the_step_did(stage: int, tmp_path: Path) -> None:
                 assert stats["grad_norm"][name] == pytest.approx(o["grad_norm"][name], rel=1e-5)
             assert stats["grad_norm"][name] > 0
         assert [b["matrices"] for b in stats["buckets"]] == [n for p in o["plans"] for n in p]
+        assert [b["exchange_bytes"] for b in stats["buckets"]] == o["exchange"]
         for bucket in stats["buckets"]:
             assert all(bucket["milliseconds"][p] > 0 for p in ("in", "ns", "out"))
             assert bucket["allocated_peak"] >= bucket["allocated_before"] > 0

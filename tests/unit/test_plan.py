@@ -23,7 +23,7 @@ from ds_muon.plan.layout import (
     split_parameter_layout,
 )
 from ds_muon.plan.memory import Workspace, aligned, buffer_sets
-from ds_muon.plan.owners import assign_owners, makespan, moved_numel
+from ds_muon.plan.owners import assign_owners, makespan
 from ds_muon.plan.plan import Plan, build_plan
 from ds_muon.plan.replicas import restrict, split_over_replicas
 from ds_muon.plan.traffic import STRATEGIES
@@ -70,6 +70,13 @@ def whole_parameters(*shapes: tuple[int, int], world: int) -> Layout:
     offsets = [sum(parts[:i]) for i in range(len(parts))]
     return split_parameter_layout(
         items, partition_numels=parts, leaf_offsets=offsets, world_size=world
+    )
+
+
+def moved_numel(layout: Layout, owners: tuple[int, ...]) -> int:
+    """Elements that travel to their owner, summed over matrices."""
+    return sum(
+        matrix.numel - layout.held_numel(i, owners[i]) for i, matrix in enumerate(layout.matrices)
     )
 
 
