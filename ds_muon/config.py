@@ -177,8 +177,6 @@ class DMuonConfig(BaseModel):
 # Keys whose machinery this version does not have: the values it can honour, and what is missing.
 _RESERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ns_backend": (("auto", "eager"), "other Newton-Schulz backends"),
-    "param_source": (("shards",), "packed owner broadcasts"),
-    "hsdp": ((None,), "replicate x shard groups"),
     "qk_clip": ((None,), "MuonClip"),
     "per_head_muon": ((False,), "per-head matrices by model inspection; use split"),
 }
@@ -195,6 +193,17 @@ def require_stage(config: DMuonConfig, stage: int) -> None:
             f"optimizer.params.reshard_after_forward = {_as_json(config.reshard_after_forward)} "
             f"says when ZeRO-3 frees matrices, and zero_optimization.stage is {stage}; remove the "
             "key or use stage 3"
+        )
+    if config.param_source != "shards" and stage != 3:
+        raise ValueError(
+            f"optimizer.params.param_source = {_as_json(config.param_source)} says where ZeRO-3 "
+            f"takes gathered matrices from, and zero_optimization.stage is {stage}; remove the key "
+            "or use stage 3"
+        )
+    if config.hsdp is not None and stage not in (1, 2, 3):
+        raise ValueError(
+            "optimizer.params.hsdp replicates what ZeRO shards, and zero_optimization.stage is "
+            f"{stage}; remove the key or use stage 1, 2 or 3"
         )
     if config.hide_param_gather and stage not in (1, 2):
         raise ValueError(

@@ -8,6 +8,7 @@ to the leaves that DeepSpeed made; a step before that changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -19,12 +20,14 @@ from torch import Tensor
 from ds_muon.checkpoint import CheckpointHeader
 from ds_muon.config import DMuonConfig
 from ds_muon.run.metrics import Recorder, StepStats
+from ds_muon.run.momentum import SpreadMomentum
 from ds_muon.run.step import LeafStep, StepEngine
 from ds_muon.run.verify import Verifier
-from ds_muon.run.watch import StepWatch
+from ds_muon.run.watch import Observer, StepWatch
 
 MUON, ADAMW = "muon", "adamw"
-_MOMENTUM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MOMENTUM = "momentum_buffer"
+MOMENTUM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # DeepSpeed's wrappers and schedulers write these into every group; the others are ours alone.
 _LOADED_KEYS = ("lr", "initial_lr", "lr_ratio", "weight_decay", "betas", "eps", "momentum", "step")
 
@@ -39,20 +42,32 @@ class Binding:
             plan i.
         adamw_leaves: leaves of ADAMW groups.
         header: what a checkpoint says about these leaves.
+        spread: momentum, where replicas share it (HSDP); one leaf per leaf set then. None: each
+            leaf's stands in its state.
         recorder, verifier: observe the steps, where the configuration asks for it.
+        observers: observe them before those two.
     """
 
     engine: StepEngine
     leaf_sets: tuple[tuple[Tensor, ...], ...]
     adamw_leaves: tuple[Tensor, ...]
     header: CheckpointHeader
+    spread: SpreadMomentum | None = None
     recorder: Recorder | None = None
     verifier: Verifier | None = None
+    observers: tuple[Observer, ...] = ()
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
         """All leaves of an optimizer step."""
         return (*chain.from_iterable(self.leaf_sets), *self.adamw_leaves)
+
+    def spread_of(self, leaf: Tensor) -> Tensor | None:
+        """This replica's momentum of a MUON leaf, where replicas share it."""
+        if self.spread is None:
+            return None
+        [index] = [i for i, leaves in enumerate(self.leaf_sets) if leaves[0] is leaf]
+        return self.spread.buffers[index]
 
 
 class MatrixOwnerOptimizer(torch.optim.Optimizer):
@@ -105,9 +120,10 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def bind(self, binding: Binding) -> None:
         """Attach the leaves and create the state of each, so that nothing is created in a step."""
-        dtype = _MOMENTUM_DTYPES[self.config.momentum_dtype]
+        dtype = MOMENTUM_DTYPES[self.config.momentum_dtype]
         for leaf in chain.from_iterable(binding.leaf_sets):
-            self.state[leaf] = {"momentum_buffer": torch.zeros_like(leaf, dtype=dtype)}
+            spread = binding.spread is not None
+            self.state[leaf] = {} if spread else {MOMENTUM: torch.zeros_like(leaf, dtype=dtype)}
         for leaf in binding.adamw_leaves:
             step_device = leaf.device if self._adam.defaults["fused"] else torch.device("cpu")
             self.state[leaf] = {
@@ -116,8 +132,8 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
                 "exp_avg_sq": torch.zeros_like(leaf),
             }
         self._binding = binding
-        observers = [o for o in (binding.recorder, binding.verifier) if o is not None]
-        self._watch = StepWatch(binding.leaves, observers)
+        own = [o for o in (binding.recorder, binding.verifier) if o is not None]
+        self._watch = StepWatch(binding.leaves, [*binding.observers, *own])
 
     @property
     def last_stats(self) -> StepStats | None:
@@ -147,7 +163,9 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
             if group["kind"] == ADAMW:
                 self._step_adam(group, recording)
             else:
-                steps.update((id(leaf), self._leaf_step(leaf, group)) for leaf in group["params"])
+                steps.update(
+                    (id(leaf), self._leaf_step(leaf, group, binding)) for leaf in group["params"]
+                )
         run = binding.engine.run if binding.verifier is None else binding.verifier.run
         for index, leaves in enumerate(binding.leaf_sets):
             if steps and id(leaves[0]) in steps:
@@ -156,11 +174,13 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
             for leaf in steps.values():
                 recording.gradient(MUON, leaf.grad)
 
-    def _leaf_step(self, leaf: Tensor, group: Mapping[str, Any]) -> LeafStep:
+    def _leaf_step(self, leaf: Tensor, group: Mapping[str, Any], binding: Binding) -> LeafStep:
         grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        spread = binding.spread_of(leaf)
+        momentum = self.state[leaf][MOMENTUM] if spread is None else spread
         return LeafStep(
             weights=leaf.detach().view(-1),
-            momentum=self.state[leaf]["momentum_buffer"].view(-1),
+            momentum=momentum.view(-1),
             grad=grad.reshape(-1).float(),
             lr=group["lr"] * group["lr_ratio"],
             weight_decay=group["weight_decay"],
@@ -185,8 +205,32 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
                 used = sum(piece.numel for piece in slices[id(leaf)])
                 recorder.moments(self.state[leaf], options, used)
 
+    @contextlib.contextmanager
+    def whole_state(self) -> Iterator[None]:
+        """Hold all momentum in the state for a while, on replica 0's CPU; a collective."""
+        spread = self._binding.spread if self._binding is not None else None
+        whole = spread.full() if spread is not None else None
+        held = [] if whole is None else [leaves[0] for leaves in self._binding.leaf_sets]
+        for leaf, momentum in zip(held, whole or (), strict=True):
+            self.state[leaf][MOMENTUM] = momentum
+        try:
+            yield
+        finally:
+            for leaf in held:
+                del self.state[leaf][MOMENTUM]
+
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict, with a versioned `ds_muon` entry once bound."""
+        """Return torch's state dict, with a versioned `ds_muon` entry once bound.
+
+        Raises:
+            RuntimeError: replicas share the momentum, and nobody brought it together.
+        """
+        spread = self._binding.leaf_sets if self._binding and self._binding.spread else ()
+        if any(MOMENTUM not in self.state[leaves[0]] for leaves in spread):
+            raise RuntimeError(
+                "DMuon: with hsdp every replica keeps the momentum of its own matrices; "
+                "engine.save_checkpoint, called on all ranks, brings it together and writes it"
+            )
         state = super().state_dict()
         if self._binding is not None:
             leaves = list(self._leaves())
@@ -206,6 +250,11 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
         for index, leaf in enumerate(leaves):
             for key, value in self.state[leaf].items():
                 value.copy_(state_dict["state"][index][key])
+        if self._binding is not None and self._binding.spread is not None:
+            number = {id(leaf): index for index, leaf in enumerate(leaves)}
+            for index, (leaf,) in enumerate(self._binding.leaf_sets):
+                saved = state_dict["state"][number[id(leaf)]][MOMENTUM]
+                self._binding.spread.cut(index, saved.view(-1))
         if self._binding is not None and self._binding.verifier is not None:
             self._binding.verifier.forget()
 

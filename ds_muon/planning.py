@@ -20,6 +20,7 @@ from ds_muon.plan.costs import CostModel
 from ds_muon.plan.layout import Layout
 from ds_muon.plan.memory import Workspace, buffer_sets
 from ds_muon.plan.plan import Plan, build_plan
+from ds_muon.plan.replicas import plan_rows
 
 MIB = 2**20
 
@@ -35,13 +36,7 @@ def plan_layout(
     Raises:
         ValueError: the table of `owner_costs` cannot be used.
     """
-    model = CostModel(
-        steps=len(spec.triples),
-        gram_from=spec.gram_from,
-        gram_restarts=len(spec.gram_restarts),
-        iterate_bytes=functools.partial(iterate_bytes, spec=spec, storage=storage),
-        measured=None if config.owner_costs is None else read_owner_costs(config.owner_costs),
-    )
+    model = _cost_model(config, spec, storage)
     largest = max((m.numel for m in layout.matrices), default=0)
     workspace = Workspace(
         cap_bytes=config.workspace_mb * MIB,
@@ -52,6 +47,28 @@ def plan_layout(
         staging_bytes=staging_bytes(largest),
     )
     return build_plan(layout, model, owner_scope=config.owner_scope, workspace=workspace)
+
+
+def plan_replicas(
+    layout: Layout, config: DMuonConfig, spec: OrthoSpec, *, storage: torch.dtype, replicas: int
+) -> tuple[Plan, ...]:
+    """Plan one layout for every replica of a shard group (HSDP); see `plan_layout`."""
+    costs = _cost_model(config, spec, storage).costs(layout.matrices)
+
+    def plan(row: Layout) -> Plan:
+        return plan_layout(row, config, spec, storage=storage)
+
+    return plan_rows(layout, costs, replicas, plan)
+
+
+def _cost_model(config: DMuonConfig, spec: OrthoSpec, storage: torch.dtype) -> CostModel:
+    return CostModel(
+        steps=len(spec.triples),
+        gram_from=spec.gram_from,
+        gram_restarts=len(spec.gram_restarts),
+        iterate_bytes=functools.partial(iterate_bytes, spec=spec, storage=storage),
+        measured=None if config.owner_costs is None else read_owner_costs(config.owner_costs),
+    )
 
 
 def read_owner_costs(path: str) -> dict[tuple[int, int], float]:

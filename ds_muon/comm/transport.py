@@ -47,6 +47,12 @@ class Transport(Protocol):
     def broadcast(self, tensor: Tensor, *, source: int) -> Pending:
         """Send `tensor` from `source`; the other ranks receive into theirs."""
 
+    def reduce(self, tensor: Tensor, *, destination: int) -> Pending:
+        """Sum `tensor` over all ranks into `destination`'s; what the others keep is undefined."""
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Sum `tensor` over all ranks into every rank's."""
+
     def send_receive(
         self, received: Mapping[int, Tensor], sent: Mapping[int, Tensor]
     ) -> list[Pending]:

@@ -44,13 +44,18 @@ class Matrix:
 
 
 class Fragment(NamedTuple):
-    """A contiguous range of a matrix in one rank's leaf; offsets and numel in elements."""
+    """A contiguous range of a matrix in one rank's leaf; offsets and numel in elements.
+
+    `momentum_offset` is where its momentum starts in the leaf's buffer: at `leaf_offset`, but for
+    replicas that keep the momentum of their own matrices only (plan/replicas.py).
+    """
 
     rank: int
     leaf: int
     leaf_offset: int
     matrix_offset: int
     numel: int
+    momentum_offset: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +122,7 @@ def replicated_layout(placements: Sequence[Sequence[Placement]], *, world_size: 
                     leaf_offset=p.offset,
                     matrix_offset=0,
                     numel=p.matrix.numel,
+                    momentum_offset=p.offset,
                 )
                 for rank in range(world_size)
             )
@@ -148,13 +154,15 @@ def _cut(placement: Placement, partition_numel: int, *, leaf_base: int) -> tuple
     for rank in range(start // partition_numel, (end - 1) // partition_numel + 1):
         left = max(start, rank * partition_numel)
         right = min(end, (rank + 1) * partition_numel)
+        leaf_offset = leaf_base + left - rank * partition_numel
         pieces.append(
             Fragment(
                 rank=rank,
                 leaf=0,
-                leaf_offset=leaf_base + left - rank * partition_numel,
+                leaf_offset=leaf_offset,
                 matrix_offset=left - start,
                 numel=right - left,
+                momentum_offset=leaf_offset,
             )
         )
     return tuple(pieces)

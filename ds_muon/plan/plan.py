@@ -55,6 +55,10 @@ class Plan:
         """The exchange strategy."""
         return self.workspace.exchange
 
+    def in_layout_order(self) -> Plan:
+        """Return the same plan with its buckets ordered by their first matrix."""
+        return replace(self, routes=tuple(sorted(self.routes, key=lambda r: min(r.matrices))))
+
     def peak_bytes(self) -> tuple[int, ...]:
         """Exchange and iteration at their worst, per rank."""
         fixed, sets = self.workspace.staging_bytes, self.workspace.sets

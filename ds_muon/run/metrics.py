@@ -8,7 +8,6 @@ Never does: communicate or write anywhere; both are callables that are handed in
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 from ds_muon.ortho.chunks import chunks
 from ds_muon.plan.memory import buffers
 from ds_muon.plan.plan import Plan
+from ds_muon.run.clock import Clock
 
 PHASES = ("in", "ns", "out")
 CLASSES = ("muon", "adamw")
@@ -148,7 +148,7 @@ class Recorder:
         plans: the step engine's.
         rank: this process's.
         share: this rank's numbers -> every rank's, in rank order; called by all ranks alike.
-        copies: ranks that hold the same gradients and AdamW moments (1 where they are partitioned).
+        copies: by class, ranks that hold the same gradients and moments (1: they are partitioned).
         sinks: called with each StepStats.
     """
 
@@ -160,7 +160,7 @@ class Recorder:
         rank: int,
         device: torch.device,
         share: Callable[[list[float]], list[list[float]]],
-        copies: int,
+        copies: Mapping[str, int],
         memory: MemoryProbe,
         sinks: Sequence[Callable[[StepStats], None]],
     ) -> None:
@@ -169,7 +169,7 @@ class Recorder:
         loads = [sum(costs) for costs in zip(*(p.owner_costs() for p in plans), strict=True)]
         self._planned = max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
         self._memory = memory
-        self._clock = _Clock(device)
+        self._clock = Clock(device)
         self.sinks = list(sinks)
         self.last: StepStats | None = None
         self.step = 0
@@ -202,7 +202,7 @@ class Recorder:
 
     def gradient(self, name: str, grad: Tensor) -> None:
         """See a leaf's gradient."""
-        self._add(f"g {name}", torch.linalg.vector_norm(grad.float()) ** 2 / self._copies)
+        self._add(f"g {name}", torch.linalg.vector_norm(grad.float()) ** 2 / self._copies[name])
 
     def moments(self, state: Mapping[str, Tensor], options: Mapping[str, Any], numel: int) -> None:
         """See an AdamW leaf after its step, `numel` elements of it in use."""
@@ -211,7 +211,8 @@ class Recorder:
         for mean, square in chunks(state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)):
             denominator = (square / (1 - beta2**step)).sqrt_().add_(options["eps"])
             total += torch.linalg.vector_norm(mean / (1 - beta1**step) / denominator) ** 2
-        self._add("u adamw", total * options["lr"] ** 2 / self._copies, numel / self._copies)
+        copies = self._copies["adamw"]
+        self._add("u adamw", total * options["lr"] ** 2 / copies, numel / copies)
 
     def _add(self, key: str, square: Tensor, numel: float = 0) -> None:
         self._squares[key].append(square)
@@ -275,25 +276,3 @@ def _square(flat: Tensor) -> Tensor:
 
 def _total(values: Sequence[Tensor]) -> float:
     return float(torch.stack(list(values)).sum()) if values else 0.0
-
-
-class _Clock:
-    """Points in time on a device's current stream, or on the host where there is none."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> Any:
-        """Return now."""
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, start: Any, end: Any) -> float:
-        """Milliseconds; waits for the device where it has to."""
-        if self._device.type == "cpu":
-            return 1e3 * (end - start)
-        end.synchronize()
-        return start.elapsed_time(end)

@@ -26,12 +26,13 @@ from ds_muon.comm.transport import Pending, Transport
 from ds_muon.ortho.memory import iterate_views
 from ds_muon.ortho.newton_schulz import arithmetic_for, orthogonalize_into
 from ds_muon.ortho.recipes import OrthoSpec
-from ds_muon.ortho.update import advance_momentum, apply_update, lr_factor, write_direction
-from ds_muon.plan.layout import Fragment, Matrix
+from ds_muon.ortho.update import advance_momentum, apply_update, write_direction
+from ds_muon.plan.layout import Fragment
 from ds_muon.plan.memory import buffer_sets
 from ds_muon.plan.plan import Plan
 from ds_muon.run.arena import Arena
 from ds_muon.run.metrics import Recorder
+from ds_muon.run.publish import Length, Publisher, update_factor
 from ds_muon.run.schedule import BucketSchedule, OwnedMatrix, schedule
 
 
@@ -41,7 +42,7 @@ class LeafStep:
 
     Attributes:
         weights: flat (numel,), the master weights, updated in place.
-        momentum: flat (numel,), momentum_buffer, updated in place.
+        momentum: flat, momentum_buffer, updated in place; (numel,), or of this replica's matrices.
         grad: flat (numel,), fp32, reduced, unscaled and clipped.
         lr, weight_decay, mu: of the leaf's parameter group.
     """
@@ -62,6 +63,7 @@ class StepEngine:
         device: where exchange and Newton-Schulz run; leaves may live elsewhere.
         inflight: buckets whose exchange may be under way at a time.
         keep_buffers: hold the working memory between steps.
+        publisher: takes this row's updates to the other replicas, if there are any.
 
     Attributes:
         recorder: observes the steps it is active in, if there is one.
@@ -76,8 +78,10 @@ class StepEngine:
         device: torch.device,
         inflight: int,
         keep_buffers: bool,
+        publisher: Publisher | None = None,
     ) -> None:
         self.transport = transport
+        self.publisher = publisher
         self.recorder: Recorder | None = None
         self._spec = spec
         self._storage = arithmetic_for(spec, device).storage
@@ -85,7 +89,7 @@ class StepEngine:
         self._overlap = inflight > 1
         self._schedules = [schedule(plan, transport.rank) for plan in plans]
         self._factors = [
-            tuple(_factor(spec.lr_scale, m) for m in plan.layout.matrices) for plan in plans
+            tuple(update_factor(spec, m) for m in plan.layout.matrices) for plan in plans
         ]
         rank = transport.rank
         self.arena = Arena(
@@ -104,7 +108,7 @@ class StepEngine:
     @torch.no_grad()
     def run(self, plan_index: int, leaves: Sequence[LeafStep]) -> None:
         """Step the leaves of one plan; every rank calls it for the same plan."""
-        buckets, factors = self._schedules[plan_index], self._factors[plan_index]
+        buckets = self._schedules[plan_index]
         arriving: dict[int, list[Pending]] = {}
         leaving: dict[int, list[Pending]] = {}
         for number, bucket in enumerate(buckets):
@@ -117,17 +121,29 @@ class StepEngine:
                 _wait(arriving[number])
             with self._phase(plan_index, number, "ns"):
                 for owned in bucket.owned:
-                    self._run_owned(owned, number, bucket, leaves, factors[owned.index])
+                    self._run_owned(owned, plan_index, number, leaves)
             with self._phase(plan_index, number, "out"):
                 leaving[number] = self._start_out(number, bucket)
             done = number - 1 if self._overlap else number
             if done in leaving:
-                with self._phase(plan_index, done, "out"):
-                    self._finish_out(buckets[done], done, leaving.pop(done), leaves, factors)
+                self._finish(plan_index, done, leaving.pop(done), leaves)
         for number, pending in leaving.items():
-            with self._phase(plan_index, number, "out"):
-                self._finish_out(buckets[number], number, pending, leaves, factors)
+            self._finish(plan_index, number, pending, leaves)
+        if self.publisher is not None:
+            for number in range(len(buckets), self.publisher.buckets(plan_index)):
+                self.publisher.launch(plan_index, number, _length(leaves))
+            if not self.publisher.hidden:
+                self.publisher.settle()
         self.arena.release()
+
+    def _finish(
+        self, plan: int, number: int, pending: list[Pending], leaves: Sequence[LeafStep]
+    ) -> None:
+        """End a bucket: the way out, and the way to the other replicas."""
+        with self._phase(plan, number, "out"):
+            self._finish_out(plan, number, pending, leaves)
+        if self.publisher is not None:
+            self.publisher.launch(plan, number, _length(leaves))
 
     def _phase(self, plan: int, bucket: int, name: str) -> contextlib.AbstractContextManager[None]:
         if self.recorder is not None and self.recorder.active:
@@ -146,15 +162,14 @@ class StepEngine:
             self._direction(slot.piece.fragment, leaves, out=_in_buffer(sent, slot))
         for fragment in bucket.replicas:
             leaf = leaves[fragment.leaf]
-            advance_momentum(
-                _range(leaf.momentum, fragment), _range(leaf.grad, fragment), momentum=leaf.mu
-            )
+            momentum, grad = _momentum(leaf.momentum, fragment), _range(leaf.grad, fragment)
+            advance_momentum(momentum, grad, momentum=leaf.mu)
         received = self.arena.receive(number, bucket.buffers, wire, way_in=True)
         return way.start(self.transport, received, sent)
 
     def _direction(self, fragment: Fragment, leaves: Sequence[LeafStep], *, out: Tensor) -> None:
         leaf = leaves[fragment.leaf]
-        momentum, grad = _range(leaf.momentum, fragment), _range(leaf.grad, fragment)
+        momentum, grad = _momentum(leaf.momentum, fragment), _range(leaf.grad, fragment)
         advance_momentum(momentum, grad, momentum=leaf.mu)
         write_direction(
             out,
@@ -168,13 +183,13 @@ class StepEngine:
     def _run_owned(
         self,
         owned: OwnedMatrix,
+        plan: int,
         number: int,
-        bucket: BucketSchedule,
         leaves: Sequence[LeafStep],
-        factor: float,
     ) -> None:
         """Assemble one matrix, orthogonalise it, update the local part, pack the rest."""
         spec, shape = self._spec, (owned.matrix.rows, owned.matrix.cols)
+        bucket, factor = self._schedules[plan][number], self._factors[plan][owned.index]
         x, matrix, scratch = iterate_views(self.arena.iterate(), *shape, spec, self._storage)
         assembled = matrix.view(-1)
         received = self.arena.receive(number, bucket.buffers, spec.wire_dtype, way_in=True)
@@ -189,7 +204,7 @@ class StepEngine:
         for slot in owned.departures:
             _in_buffer(sent, slot).copy_(_in_matrix(update, slot))
         for fragment in owned.local:
-            self._apply(fragment, leaves, _fragment(update, fragment), factor)
+            self._apply(plan, fragment, leaves, _fragment(update, fragment), factor)
 
     def _start_out(self, number: int, bucket: BucketSchedule) -> list[Pending]:
         dtype = self._spec.compute_dtype
@@ -198,28 +213,31 @@ class StepEngine:
         return bucket.way_out.start(self.transport, received, sent)
 
     def _finish_out(
-        self,
-        bucket: BucketSchedule,
-        number: int,
-        pending: list[Pending],
-        leaves: Sequence[LeafStep],
-        factors: Sequence[float],
+        self, plan: int, number: int, pending: list[Pending], leaves: Sequence[LeafStep]
     ) -> None:
         _wait(pending)
+        bucket, factors = self._schedules[plan][number], self._factors[plan]
         dtype = self._spec.compute_dtype
         received = self.arena.receive(number, bucket.buffers, dtype, way_in=False)
         for slot in bucket.way_out.receives:
             if slot.piece is None:
                 raise AssertionError("a holder reads pieces")
             update = _in_buffer(received, slot)
-            self._apply(slot.piece.fragment, leaves, update, factors[slot.matrix])
+            self._apply(plan, slot.piece.fragment, leaves, update, factors[slot.matrix])
 
     def _apply(
-        self, fragment: Fragment, leaves: Sequence[LeafStep], update: Tensor, factor: float
+        self,
+        plan: int,
+        fragment: Fragment,
+        leaves: Sequence[LeafStep],
+        update: Tensor,
+        factor: float,
     ) -> None:
         leaf = leaves[fragment.leaf]
         weights = _range(leaf.weights, fragment)
         apply_update(weights, update, lr=leaf.lr, weight_decay=leaf.weight_decay, scale=factor)
+        if self.publisher is not None:
+            self.publisher.pack(plan, fragment, update)
 
 
 def _wait(pending: Sequence[Pending]) -> None:
@@ -227,13 +245,18 @@ def _wait(pending: Sequence[Pending]) -> None:
         handle.wait()
 
 
-def _factor(name: str, matrix: Matrix) -> float:
-    rows, cols = (matrix.cols, matrix.rows) if matrix.transposed else (matrix.rows, matrix.cols)
-    return lr_factor(name, rows, cols)
+def _length(leaves: Sequence[LeafStep]) -> Length:
+    """What a published update is applied with; ZeRO makes one leaf of what is stepped together."""
+    [leaf] = leaves
+    return Length(weights=leaf.weights, lr=leaf.lr, weight_decay=leaf.weight_decay)
 
 
 def _range(leaf: Tensor, fragment: Fragment) -> Tensor:
     return leaf[fragment.leaf_offset : fragment.leaf_offset + fragment.numel]
+
+
+def _momentum(buffer: Tensor, fragment: Fragment) -> Tensor:
+    return buffer[fragment.momentum_offset : fragment.momentum_offset + fragment.numel]
 
 
 def _fragment(matrix: Tensor, fragment: Fragment) -> Tensor:

@@ -51,6 +51,7 @@ class Verifier:
 
     Args:
         every: steps between checks.
+        world: transport over all ranks; the engine's is over those that share one partitioning.
         replicated: parameters that every rank holds whole, by name.
         masters: this rank's master weights, by what they hold; they change in steps and loads only.
     """
@@ -61,12 +62,13 @@ class Verifier:
         engine: StepEngine,
         spec: OrthoSpec,
         *,
+        world: Transport,
         replicated: Mapping[str, Tensor],
         masters: Mapping[str, Tensor],
     ) -> None:
         self._every, self._engine, self._spec = every, engine, spec
         self._replicated, self._masters = dict(replicated), dict(masters)
-        self._transport: Transport = engine.transport
+        self._world, self._row = world, engine.transport
         self._matrices = [
             (plan, index)
             for plan, p in enumerate(engine.plans)
@@ -119,19 +121,25 @@ class Verifier:
         self._left_masters = [_hash(tensor) for tensor in self._masters.values()]
         if not self.due:
             return
-        shown = self._transport.all_gather_object(
-            (self._hashes, self._changed_masters, self._wrong)
+        shown = self._world.all_gather_object(
+            (
+                self._hashes,
+                self._changed_masters,
+                self._wrong,
+                dict(zip(self._masters, self._left_masters, strict=True)),
+            )
         )
         self.checks += 1
         found = [
-            *self._diverged([hashes for hashes, _, _ in shown]),
+            *self._diverged([hashes for hashes, *_ in shown]),
+            *self._diverged_masters([left for *_, left in shown]),
             *(
                 f"rank {rank}: master weights of {', and of '.join(dict.fromkeys(names))} were "
                 "changed between two steps by something else than the optimizer"
-                for rank, (_, names, _) in enumerate(shown)
+                for rank, (_, names, _, _) in enumerate(shown)
                 if names
             ),
-            *(text for text in dict.fromkeys(text for _, _, text in shown) if text),
+            *(text for text in dict.fromkeys(text for _, _, text, _ in shown) if text),
         ]
         self._changed_masters, self._wrong = [], None
         if found:
@@ -143,7 +151,7 @@ class Verifier:
         if self.checks == 1:
             say(
                 f"verify_every: the first check passed, at step {self.step}; later ones are silent",
-                rank=self._transport.rank,
+                rank=self._world.rank,
             )
 
     def _diverged(self, hashes: Sequence[Sequence[int]]) -> list[str]:
@@ -161,11 +169,22 @@ class Verifier:
                 )
         return found
 
+    def _diverged_masters(self, hashes: Sequence[Mapping[str, int]]) -> list[str]:
+        """Name master weights that replicas hold differently; replica r starts at rank r * size."""
+        size = self._row.world_size
+        return [
+            f"rank {rank}: master weights of {name} differ from those of its replica, rank {first}"
+            for rank in range(size, len(hashes))
+            for first in [rank % size]
+            for name, own in hashes[rank].items()
+            if hashes[first].get(name) != own
+        ]
+
     def _gap(self, tensor: Tensor, one: int, other: int) -> float:
         copies = []
         for source in (one, other):
             copy = tensor.detach().clone()
-            self._transport.broadcast(copy, source=source).wait()
+            self._world.broadcast(copy, source=source).wait()
             copies.append(copy.double())
         return float((copies[0] - copies[1]).abs().max())
 
@@ -175,15 +194,17 @@ class Verifier:
             plan=plan,
             index=index,
             weights=self._whole(layout, index, [leaf.weights for leaf in leaves]),
-            momentum=self._whole(layout, index, [leaf.momentum for leaf in leaves]),
+            momentum=self._whole(layout, index, [leaf.momentum for leaf in leaves], momentum=True),
             grad=self._whole(layout, index, [leaf.grad for leaf in leaves]),
         )
 
-    def _whole(self, layout: Layout, index: int, flats: Sequence[Tensor]) -> Tensor:
-        """Bring one matrix together on every rank, flat and in fp32."""
+    def _whole(
+        self, layout: Layout, index: int, flats: Sequence[Tensor], *, momentum: bool = False
+    ) -> Tensor:
+        """Bring one matrix together on every rank of its row, flat and in fp32."""
         pieces = layout.fragments[index]
-        rank, size = self._transport.rank, layout.world_size
-        own = [_piece(flats, p) for p in pieces if p.rank == rank]
+        rank, size = self._row.rank, layout.world_size
+        own = [_piece(flats, p, momentum=momentum) for p in pieces if p.rank == rank]
         if layout.is_replicated(index):
             return own[0].float().clone()
         held = [sum(p.numel for p in pieces if p.rank == r) for r in range(size)]
@@ -192,7 +213,7 @@ class Verifier:
         if own:
             sent[: held[rank]] = torch.cat([part.float() for part in own])
         received = sent.new_empty(size * width)
-        self._transport.all_gather(received, sent).wait()
+        self._row.all_gather(received, sent).wait()
         whole = sent.new_empty(layout.matrices[index].numel)
         offsets = [r * width for r in range(size)]
         for p in pieces:
@@ -241,8 +262,9 @@ class Verifier:
         )
 
 
-def _piece(flats: Sequence[Tensor], fragment: Fragment) -> Tensor:
-    return flats[fragment.leaf][fragment.leaf_offset : fragment.leaf_offset + fragment.numel]
+def _piece(flats: Sequence[Tensor], fragment: Fragment, *, momentum: bool) -> Tensor:
+    start = fragment.momentum_offset if momentum else fragment.leaf_offset
+    return flats[fragment.leaf][start : start + fragment.numel]
 
 
 def _hash(tensor: Tensor) -> int:

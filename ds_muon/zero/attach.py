@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -30,13 +30,15 @@ from ds_muon.optimizer import MUON, Binding, MatrixOwnerOptimizer
 from ds_muon.ortho.newton_schulz import arithmetic_for
 from ds_muon.ortho.recipes import OrthoSpec, resolve
 from ds_muon.plan.plan import Plan
-from ds_muon.planning import MIB, plan_layout
+from ds_muon.planning import MIB, plan_layout, plan_replicas
 from ds_muon.routing import RoutingTable, clean_name, route_parameters
 from ds_muon.run.step import StepEngine
 from ds_muon.zero import seams
 from ds_muon.zero.hidden_gather import HiddenGather
+from ds_muon.zero.hsdp import Replication, SettledSteps
 from ds_muon.zero.leaves import Leaf, LeafSet, read_leaf_sets
 from ds_muon.zero.lifetime import set_lifetime
+from ds_muon.zero.mesh import Mesh, make_mesh, require_shard_size
 from ds_muon.zero.observe import recorder_for, verifier_for
 from ds_muon.zero.support import refuse_unsupported
 
@@ -52,16 +54,36 @@ _COMPARED_SECTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """What was decided before DeepSpeed wrapped the optimizer."""
+    """What was decided before DeepSpeed wrapped the optimizer.
+
+    Attributes:
+        transport: over all ranks.
+        mesh: rows and columns of HSDP.
+    """
 
     config: DMuonConfig
     spec: OrthoSpec
     groups: tuple[RoutedGroup, ...]
     transport: seams.DeepSpeedTransport
+    mesh: Mesh | None = None
+
+    @property
+    def row(self) -> seams.DeepSpeedTransport:
+        """Transport over the ranks that ZeRO partitions over."""
+        return self.transport if self.mesh is None else self.mesh.row
 
     def matrices(self) -> list[torch.nn.Parameter]:
         """Parameters that Muon trains."""
-        return [p for group in self.groups if group.kind == MUON for p in group.parameters]
+        return [p for p, _ in self.named_matrices().values()]
+
+    def named_matrices(self) -> dict[str, tuple[torch.nn.Parameter, frozenset[str]]]:
+        """Parameters that Muon trains, by name, each with the names of its matrices."""
+        return {
+            route.name: (parameter, frozenset(p.matrix.name for p in route.placements))
+            for group in self.groups
+            if group.kind == MUON
+            for parameter, route in zip(group.parameters, group.routes, strict=True)
+        }
 
 
 def build_optimizer(engine: Any, model_parameters: Iterable[Any]) -> MatrixOwnerOptimizer:
@@ -86,7 +108,8 @@ def build_optimizer(engine: Any, model_parameters: Iterable[Any]) -> MatrixOwner
     if warning:
         say(warning, rank=transport.rank, level=logging.WARNING)
     optimizer = MatrixOwnerOptimizer([g.as_param_group() for g in prepared.groups], prepared.config)
-    optimizer.preparation = prepared
+    mesh = make_mesh(prepared.config.hsdp, transport.world_size)
+    optimizer.preparation = replace(prepared, mesh=mesh)
     return optimizer
 
 
@@ -103,6 +126,7 @@ def _prepare(
     written = seams.user_config(engine)
     facts.update((key, repr(written.get(key))) for key in _COMPARED_SECTIONS)
     refuse_unsupported(engine, config)
+    require_shard_size(config.hsdp, transport.world_size)
     spec = resolve(config)
     device = torch.device(get_accelerator().current_device_name())
     facts["arithmetic"] = repr(arithmetic_for(spec, device))
@@ -123,50 +147,74 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         RuntimeError: a layout that is not what it should be, on this rank or another.
     """
     prepared: Preparation = optimizer.preparation
-    transport, problem = prepared.transport, None
+    config, mesh, problem = prepared.config, prepared.mesh, None
     sets: tuple[LeafSet, ...] = ()
-    plans: list[Plan] = []
+    rows: list[tuple[Plan, ...]] = []
     try:
-        sets = read_leaf_sets(engine, prepared.groups)
-        plans = [_plan(s, prepared) for s in sets if s.kind == MUON]
+        sets = read_leaf_sets(engine, prepared.groups, prepared.row)
+        rows = [_plan(s, prepared) for s in sets if s.kind == MUON]
     except Exception as error:  # shown to every rank, then raised
         problem = error
-    facts = {f"plan of leaf set {i}": plan.digest() for i, plan in enumerate(plans)}
-    require_agreement(transport, {"plans": str(len(plans)), **facts}, problem=problem)
-    config = prepared.config
+    digests = {str(i): "".join(p.digest() for p in row) for i, row in enumerate(rows)}
+    facts = {f"plan of leaf set {i}": digest for i, digest in digests.items()}
+    require_agreement(prepared.transport, {"plans": str(len(rows)), **facts}, problem=problem)
+    plans = [row[0 if mesh is None else mesh.replica] for row in rows]
     device = torch.device(get_accelerator().current_device_name())
     free = seams.free_bytes(device)
     for exchange in sorted({plan.exchange for plan in plans}):
-        warm_up(exchange, transport, device)
+        warm_up(exchange, prepared.row, device)
     communicator = free - seams.free_bytes(device)
+    replication = None
+    if mesh is not None and config.hsdp is not None:
+        replication = Replication(
+            engine, mesh, config, config.hsdp, prepared.spec, sets, rows, device=device
+        )
     step_engine = StepEngine(
-        transport,
+        prepared.row,
         prepared.spec,
         plans,
         device=device,
         inflight=config.max_inflight_buckets,
         keep_buffers=config.preallocate_workspace,
+        publisher=None if replication is None else replication.publisher,
     )
-    muon_sets = tuple(s.tensors for s in sets if s.kind == MUON)
-    adamw_leaves = tuple(t for s in sets if s.kind != MUON for t in s.tensors)
-    masters = {_contents(leaf): leaf.tensor for s in sets for leaf in s.leaves}
-    optimizer.bind(
-        Binding(
-            engine=step_engine,
-            leaf_sets=muon_sets,
-            adamw_leaves=adamw_leaves,
-            header=_header(engine, prepared, sets),
-            recorder=recorder_for(engine, step_engine, config),
-            verifier=verifier_for(engine, step_engine, config, prepared.spec, masters),
-        )
-    )
+    optimizer.bind(_binding(engine, prepared, sets, step_engine, replication))
     _correct_wrapper(engine)
+    if replication is not None:
+        replication.install(optimizer, prepared.transport, prepared.named_matrices())
     _schedule_parameters(engine, prepared)
-    say(_describe(plans, step_engine, prepared, communicator), rank=transport.rank)
+    say(_describe(plans, step_engine, prepared, communicator), rank=prepared.transport.rank)
     for plan in plans:
         warning = plan.oversize_warning(config.workspace_mb)
         if warning:
-            say(warning, rank=transport.rank, level=logging.WARNING)
+            say(warning, rank=prepared.transport.rank, level=logging.WARNING)
+
+
+def _binding(
+    engine: Any,
+    prepared: Preparation,
+    sets: Sequence[LeafSet],
+    step_engine: StepEngine,
+    replication: Replication | None,
+) -> Binding:
+    config = prepared.config
+    masters = {_contents(leaf): leaf.tensor for s in sets for leaf in s.leaves}
+    settling: tuple[SettledSteps, ...] = ()
+    gathers_in_step = int(engine.zero_optimization_stage()) < 3 and not config.hide_param_gather
+    if replication is not None and (gathers_in_step or config.verify_every):
+        settling = (SettledSteps(replication.publisher),)
+    return Binding(
+        engine=step_engine,
+        leaf_sets=tuple(s.tensors for s in sets if s.kind == MUON),
+        adamw_leaves=tuple(t for s in sets if s.kind != MUON for t in s.tensors),
+        header=_header(engine, prepared, sets),
+        spread=None if replication is None else replication.spread,
+        recorder=recorder_for(engine, step_engine, prepared.transport, config),
+        verifier=verifier_for(
+            engine, step_engine, prepared.transport, config, prepared.spec, masters
+        ),
+        observers=settling,
+    )
 
 
 def _contents(leaf: Leaf) -> str:
@@ -176,12 +224,17 @@ def _contents(leaf: Leaf) -> str:
     return f"{names[0]}{more} (a leaf of {leaf.tensor.numel():,} elements)"
 
 
-def _plan(leaf_set: LeafSet, prepared: Preparation) -> Plan:
+def _plan(leaf_set: LeafSet, prepared: Preparation) -> tuple[Plan, ...]:
+    """Plan a leaf set for every replica; there is one without HSDP."""
     if leaf_set.layout is None:
         raise AssertionError("a Muon leaf set without a layout")
     device = torch.device(get_accelerator().current_device_name())
     storage = arithmetic_for(prepared.spec, device).storage
-    return plan_layout(leaf_set.layout, prepared.config, prepared.spec, storage=storage)
+    layout, config, spec = leaf_set.layout, prepared.config, prepared.spec
+    if prepared.mesh is None:
+        return (plan_layout(layout, config, spec, storage=storage),)
+    replicas = prepared.mesh.replicas
+    return plan_replicas(layout, config, spec, storage=storage, replicas=replicas)
 
 
 def _correct_wrapper(engine: Any) -> None:
@@ -216,8 +269,8 @@ def _header(engine: Any, prepared: Preparation, sets: Sequence[LeafSet]) -> Chec
     wrapper = engine.optimizer
     spec = prepared.spec
     return CheckpointHeader(
-        world_size=prepared.transport.world_size,
-        rank=prepared.transport.rank,
+        world_size=prepared.row.world_size,
+        rank=prepared.row.rank,
         stage=int(engine.zero_optimization_stage()),
         wrapper="BF16_Optimizer"
         if isinstance(wrapper, BF16_Optimizer)
@@ -241,7 +294,7 @@ def _describe(
     plans: Sequence[Plan], engine: StepEngine, prepared: Preparation, communicator: int
 ) -> str:
     """Say in a few words what the matrix half will do per step."""
-    world_size = prepared.transport.world_size
+    world_size = prepared.row.world_size
     matrices = sum(len(p.layout.matrices) for p in plans)
     loads = [sum(flops) for flops in zip(*(p.owner_flops() for p in plans), strict=True)]
     received = [sum(numels) for numels in zip(*(p.received_numel() for p in plans), strict=True)]

@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from ds_muon.checkpoint import ParameterSlice
+from ds_muon.comm.transport import Transport
 from ds_muon.groups import RoutedGroup
 from ds_muon.optimizer import MUON
 from ds_muon.plan.layout import (
@@ -61,25 +62,32 @@ class LeafSet:
         return tuple(leaf.tensor for leaf in self.leaves)
 
 
-def read_leaf_sets(engine: Any, groups: Sequence[RoutedGroup]) -> tuple[LeafSet, ...]:
+def read_leaf_sets(
+    engine: Any, groups: Sequence[RoutedGroup], transport: Transport
+) -> tuple[LeafSet, ...]:
     """Read all leaves of the engine's wrapper.
+
+    Args:
+        transport: over the ranks that ZeRO partitions over.
 
     Raises:
         RuntimeError: an unknown wrapper, or a leaf that does not hold what it should.
     """
     wrapper = engine.optimizer
     if wrapper is engine.basic_optimizer:
-        sets = _read_whole(groups, [list(g.parameters) for g in groups])
+        sets = _read_whole(groups, [list(g.parameters) for g in groups], transport)
     elif isinstance(wrapper, FP16_UnfusedOptimizer):
-        sets = _read_whole(groups, private(wrapper, "fp32_groups"))
+        sets = _read_whole(groups, private(wrapper, "fp32_groups"), transport)
     elif isinstance(wrapper, BF16_Optimizer):
         flats = private(wrapper, "bf16_groups_flat")
-        sets = _read_flat(groups, flats, private(wrapper, "fp32_groups_flat_partition"))
+        parts = private(wrapper, "fp32_groups_flat_partition")
+        sets = _read_flat(groups, flats, parts, transport)
     elif isinstance(wrapper, DeepSpeedZeroOptimizer):
         flats = private(wrapper, "bit16_groups_flat")
-        sets = _read_flat(groups, flats, private(wrapper, "single_partition_of_fp32_groups"))
+        parts = private(wrapper, "single_partition_of_fp32_groups")
+        sets = _read_flat(groups, flats, parts, transport)
     elif isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
-        sets = _read_split(groups, wrapper)
+        sets = _read_split(groups, wrapper, transport)
     else:
         raise RuntimeError(f"DMuon does not know the DeepSpeed wrapper {type(wrapper).__name__}")
     for leaf_set in sets:
@@ -89,7 +97,7 @@ def read_leaf_sets(engine: Any, groups: Sequence[RoutedGroup]) -> tuple[LeafSet,
 
 
 def _read_whole(
-    groups: Sequence[RoutedGroup], masters: Sequence[Sequence[Tensor]]
+    groups: Sequence[RoutedGroup], masters: Sequence[Sequence[Tensor]], transport: Transport
 ) -> list[LeafSet]:
     """No ZeRO: every leaf is a whole parameter or its fp32 copy; all matrices step together."""
     found: dict[str, list[tuple[Leaf, Route]]] = {}
@@ -101,12 +109,13 @@ def _read_whole(
                 sources=(param.detach().reshape(-1),),
             )
             found.setdefault(group.kind, []).append((leaf, route))
-    world_size = torch.distributed.get_world_size()
     return [
         LeafSet(
             kind=kind,
             leaves=tuple(leaf for leaf, _ in items),
-            layout=replicated_layout([r.placements for _, r in items], world_size=world_size)
+            layout=replicated_layout(
+                [r.placements for _, r in items], world_size=transport.world_size
+            )
             if kind == MUON
             else None,
         )
@@ -115,10 +124,13 @@ def _read_whole(
 
 
 def _read_flat(
-    groups: Sequence[RoutedGroup], flats: Sequence[Tensor], partitions: Sequence[Tensor]
+    groups: Sequence[RoutedGroup],
+    flats: Sequence[Tensor],
+    partitions: Sequence[Tensor],
+    transport: Transport,
 ) -> list[LeafSet]:
     """ZeRO-1/2: a group is one flat buffer, of which every rank keeps an equal part."""
-    world_size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    world_size, rank = transport.world_size, transport.rank
     sets = []
     for group, flat, partition in zip(groups, flats, partitions, strict=True):
         size = partition.numel()
@@ -148,14 +160,14 @@ def _read_flat(
     return sets
 
 
-def _read_split(groups: Sequence[RoutedGroup], zero: Any) -> list[LeafSet]:
+def _read_split(groups: Sequence[RoutedGroup], zero: Any, transport: Transport) -> list[LeafSet]:
     """ZeRO-3: a sub-group's leaf holds one piece of each of its parameters, in their order."""
     route_of = {
         id(p): (group.kind, route)
         for group in groups
         for p, route in zip(group.parameters, group.routes, strict=True)
     }
-    world_size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    world_size, rank = transport.world_size, transport.rank
     sub_groups = private(zero, "fp16_groups")
     leaves = private(zero, "fp32_partitioned_groups_flat")
     sets = []

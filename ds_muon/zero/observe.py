@@ -18,6 +18,7 @@ from torch import Tensor
 from ds_muon.comm.transport import Transport
 from ds_muon.config import DMuonConfig
 from ds_muon.log import say
+from ds_muon.optimizer import ADAMW, MUON
 from ds_muon.ortho.recipes import OrthoSpec
 from ds_muon.routing import clean_name
 from ds_muon.run.metrics import MemoryProbe, Recorder, StepStats
@@ -25,11 +26,18 @@ from ds_muon.run.step import StepEngine
 from ds_muon.run.verify import Verifier
 
 
-def recorder_for(engine: Any, step_engine: StepEngine, config: DMuonConfig) -> Recorder | None:
-    """Build the recorder that `metrics` asks for, and let the step engine show it its phases."""
+def recorder_for(
+    engine: Any, step_engine: StepEngine, transport: Transport, config: DMuonConfig
+) -> Recorder | None:
+    """Build the recorder that `metrics` asks for, and let the step engine show it its phases.
+
+    Args:
+        transport: over all ranks; the step engine's may be over a row of them.
+    """
     if not config.metrics.every:
         return None
-    transport = step_engine.transport
+    replicas = transport.world_size // step_engine.transport.world_size
+    copies = replicas if engine.zero_optimization() else transport.world_size
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
     sinks: list[Callable[[StepStats], None]] = []
@@ -40,10 +48,10 @@ def recorder_for(engine: Any, step_engine: StepEngine, config: DMuonConfig) -> R
     recorder = Recorder(
         config.metrics.every,
         step_engine.plans,
-        rank=transport.rank,
+        rank=step_engine.transport.rank,
         device=device,
         share=functools.partial(_share, transport, device),
-        copies=1 if engine.zero_optimization() else transport.world_size,
+        copies={MUON: copies if replicas == 1 else 1, ADAMW: copies},
         memory=MemoryProbe(
             allocated=accelerator.memory_allocated,
             peak=accelerator.max_memory_allocated,
@@ -72,11 +80,12 @@ def _write_to_monitor(engine: Any, stats: StepStats) -> None:
 def verifier_for(
     engine: Any,
     step_engine: StepEngine,
+    transport: Transport,
     config: DMuonConfig,
     spec: OrthoSpec,
     masters: Mapping[str, Tensor],
 ) -> Verifier | None:
-    """Build the verifier that `verify_every` asks for."""
+    """Build the verifier that `verify_every` asks for; `transport` is over all ranks."""
     if not config.verify_every:
         return None
     stage = int(engine.zero_optimization_stage())
@@ -86,6 +95,7 @@ def verifier_for(
         config.verify_every,
         step_engine,
         spec,
+        world=transport,
         replicated={clean_name(name): parameter for name, parameter in named},
         masters=masters,
     )

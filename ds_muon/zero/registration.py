@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registration: make DeepSpeed build DMuon when, and only when, a config asks for it.
 
-Owns: two wrapped methods of DeepSpeedEngine, which pass every other optimizer through untouched,
+Owns: three wrapped methods of DeepSpeedEngine, which pass every other optimizer through untouched,
 and one entry in ZeRO's list of supported optimizers. They are installed the first time somebody
 looks up torch.optim.DMuon, which DeepSpeed does before it builds an optimizer.
 """
@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from ds_muon.optimizer import MatrixOwnerOptimizer
 from ds_muon.zero.attach import bind_optimizer, build_optimizer
+from ds_muon.zero.mesh import partitioned_over
 from ds_muon.zero.seams import private
 
 TYPE_NAME = "DMuon"
@@ -28,6 +29,7 @@ def install() -> None:
         return
     ZERO_SUPPORTED_OPTIMIZERS.append(MatrixOwnerOptimizer)
     build_basic = private(DeepSpeedEngine, "_configure_basic_optimizer")
+    configure_zero = private(DeepSpeedEngine, "_configure_zero_optimizer")
     configure = private(DeepSpeedEngine, "_configure_optimizer")
 
     @functools.wraps(build_basic)
@@ -36,6 +38,14 @@ def install() -> None:
             return build_basic(self, model_parameters)
         return build_optimizer(self, model_parameters)
 
+    @functools.wraps(configure_zero)
+    def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
+        mesh = optimizer.preparation.mesh if isinstance(optimizer, MatrixOwnerOptimizer) else None
+        if mesh is None:
+            return configure_zero(self, optimizer)
+        with partitioned_over(self, mesh):
+            return configure_zero(self, optimizer)
+
     @functools.wraps(configure)
     def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> None:
         configure(self, client_optimizer, model_parameters)
@@ -43,4 +53,5 @@ def install() -> None:
             bind_optimizer(self, self.basic_optimizer)
 
     DeepSpeedEngine._configure_basic_optimizer = _configure_basic_optimizer
+    DeepSpeedEngine._configure_zero_optimizer = _configure_zero_optimizer
     DeepSpeedEngine._configure_optimizer = _configure_optimizer

@@ -61,19 +61,26 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
+Partition = tuple[tuple[int, ...], ...]
+
+
 class DeepSpeedTransport:
-    """Transport over all ranks by deepspeed.comm, so that its comms logger sees the calls.
+    """Transport by deepspeed.comm, so that its comms logger sees the calls.
 
     It has a communicator of its own: an exchange never queues behind ZeRO's traffic.
 
     Args:
-        purpose: transports of equal purpose share one communicator.
+        purpose: transports of equal purpose and partition share one communicator.
+        partition: disjoint lists of all ranks; this transport is over the list with this rank in
+            it, and its ranks count from 0 there. None: one list of all ranks.
     """
 
-    def __init__(self, purpose: str = "exchange") -> None:
-        self._group = _own_group(torch.distributed.group.WORLD, purpose)
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+    def __init__(self, purpose: str = "exchange", partition: Partition | None = None) -> None:
+        everyone = tuple(range(dist.get_world_size()))
+        self.group = own_group(purpose, (everyone,) if partition is None else partition)
+        self._ranks = torch.distributed.get_process_group_ranks(self.group)
+        self.rank = self._ranks.index(dist.get_rank())
+        self.world_size = len(self._ranks)
 
     def all_to_all(
         self,
@@ -89,39 +96,53 @@ class DeepSpeedTransport:
             sent,
             output_split_sizes=list(received_numels),
             input_split_sizes=list(sent_numels),
-            group=self._group,
+            group=self.group,
             async_op=True,
         )
 
     def all_gather(self, received: Tensor, sent: Tensor) -> Pending:
         """See Transport."""
-        return dist.all_gather_into_tensor(received, sent, group=self._group, async_op=True)
+        return dist.all_gather_into_tensor(received, sent, group=self.group, async_op=True)
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Pending:
         """See Transport."""
-        return dist.broadcast(tensor, source, group=self._group, async_op=True)
+        return dist.broadcast(tensor, self._ranks[source], group=self.group, async_op=True)
+
+    def reduce(self, tensor: Tensor, *, destination: int) -> Pending:
+        """See Transport."""
+        return dist.reduce(tensor, self._ranks[destination], group=self.group, async_op=True)
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """See Transport."""
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def send_receive(
         self, received: Mapping[int, Tensor], sent: Mapping[int, Tensor]
     ) -> list[Pending]:
         """See Transport."""
-        p2p, group = torch.distributed, self._group
-        batch = [p2p.P2POp(p2p.irecv, t, peer, group) for peer, t in received.items()]
-        batch += [p2p.P2POp(p2p.isend, t, peer, group) for peer, t in sent.items()]
+        p2p, group, ranks = torch.distributed, self.group, self._ranks
+        batch = [p2p.P2POp(p2p.irecv, t, ranks[peer], group) for peer, t in received.items()]
+        batch += [p2p.P2POp(p2p.isend, t, ranks[peer], group) for peer, t in sent.items()]
         return p2p.batch_isend_irecv(batch) if batch else []
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See Transport."""
         shown: list[Any] = [None] * self.world_size
-        dist.all_gather_object(shown, value, group=self._group)
+        dist.all_gather_object(shown, value, group=self.group)
         return shown
 
 
+def own_group(purpose: str, partition: Partition) -> Any:
+    """The communicator of this rank's list; every rank asks for the same partitions in order."""
+    return _own_group(torch.distributed.group.WORLD, purpose, partition)
+
+
 @functools.cache
-def _own_group(world: Any, purpose: str) -> Any:
-    """One communicator per purpose for all engines that share a world."""
-    ranks = list(range(dist.get_world_size(group=world)))
-    return torch.distributed.new_group(ranks, timeout=_configured_timeout())
+def _own_group(world: Any, purpose: str, partition: Partition) -> Any:
+    """One communicator per purpose and partition for all engines that share a world."""
+    timeout, mine = _configured_timeout(), dist.get_rank(group=world)
+    groups = [torch.distributed.new_group(list(ranks), timeout=timeout) for ranks in partition]
+    return next(g for g, ranks in zip(groups, partition, strict=True) if mine in ranks)
 
 
 def _configured_timeout() -> timedelta:
