@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attach: build the base optimizer for an engine, and bind it to the leaves ZeRO made of it.
+"""Attach: bind the base optimizer to the leaves that DeepSpeed made of it.
 
-Owns: the two moments around DeepSpeed's own wrapping. Both end in an agreement of all ranks, so
-that a problem on one rank stops every rank with a clear error instead of a hang.
+Owns: reading, planning and binding after DeepSpeed's own wrapping; it ends in an agreement of all
+ranks, as prepare.py does before it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import version
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,121 +20,20 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ds_muon.checkpoint import CheckpointHeader
 from ds_muon.comm.agreement import require_agreement
 from ds_muon.comm.strategies import warm_up
-from ds_muon.config import DMuonConfig, parse
-from ds_muon.groups import RoutedGroup, build_groups, group_tags, incoming_groups
 from ds_muon.log import say
 from ds_muon.optimizer import MUON, Binding, MatrixOwnerOptimizer
 from ds_muon.ortho.newton_schulz import arithmetic_for
-from ds_muon.ortho.recipes import OrthoSpec, resolve
 from ds_muon.plan.plan import Plan
 from ds_muon.planning import MIB, plan_layout, plan_replicas
-from ds_muon.routing import RoutingTable, clean_name, route_parameters
 from ds_muon.run.step import StepEngine
 from ds_muon.zero import seams
-from ds_muon.zero.hidden_gather import HiddenGather
-from ds_muon.zero.hsdp import Replication, SettledSteps
+from ds_muon.zero.hsdp.replication import Replication, SettledSteps
 from ds_muon.zero.leaves import Leaf, LeafSet, read_leaf_sets
-from ds_muon.zero.lifetime import set_lifetime
-from ds_muon.zero.mesh import Mesh, make_mesh, require_shard_size
 from ds_muon.zero.observe import recorder_for, verifier_for
-from ds_muon.zero.support import refuse_unsupported
-
-_COMPARED_SECTIONS = (
-    "zero_optimization",
-    "fp16",
-    "bf16",
-    "data_types",
-    "gradient_clipping",
-    "gradient_accumulation_steps",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preparation:
-    """What was decided before DeepSpeed wrapped the optimizer.
-
-    Attributes:
-        transport: over all ranks.
-        mesh: rows and columns of HSDP.
-    """
-
-    config: DMuonConfig
-    spec: OrthoSpec
-    groups: tuple[RoutedGroup, ...]
-    transport: seams.DeepSpeedTransport
-    mesh: Mesh | None = None
-
-    @property
-    def row(self) -> seams.DeepSpeedTransport:
-        """Transport over the ranks that ZeRO partitions over."""
-        return self.transport if self.mesh is None else self.mesh.row
-
-    def matrices(self) -> list[torch.nn.Parameter]:
-        """Parameters that Muon trains."""
-        return [p for p, _ in self.named_matrices().values()]
-
-    def named_matrices(self) -> dict[str, tuple[torch.nn.Parameter, frozenset[str]]]:
-        """Parameters that Muon trains, by name, each with the names of its matrices."""
-        return {
-            route.name: (parameter, frozenset(p.matrix.name for p in route.placements))
-            for group in self.groups
-            if group.kind == MUON
-            for parameter, route in zip(group.parameters, group.routes, strict=True)
-        }
-
-
-def build_optimizer(engine: Any, model_parameters: Iterable[Any]) -> MatrixOwnerOptimizer:
-    """Parse, refuse, route and group; then agree with all ranks.
-
-    Raises:
-        ValueError: the configuration, the model or the regime cannot be honoured.
-        RuntimeError: another rank failed, or ranks differ.
-    """
-    transport = seams.DeepSpeedTransport()
-    facts: dict[str, str] = {}
-    problem, prepared = None, None
-    try:
-        prepared, table = _prepare(engine, model_parameters, transport, facts)
-    except Exception as error:  # shown to every rank, then raised
-        problem = error
-    require_agreement(transport, facts, problem=problem)
-    if prepared is None:
-        raise AssertionError("agreement passed a rank with a problem")
-    warning = table.require_matrices()
-    say(f"routing, recipe {prepared.config.recipe}\n{table.report()}", rank=transport.rank)
-    if warning:
-        say(warning, rank=transport.rank, level=logging.WARNING)
-    optimizer = MatrixOwnerOptimizer([g.as_param_group() for g in prepared.groups], prepared.config)
-    mesh = make_mesh(prepared.config.hsdp, transport.world_size)
-    optimizer.preparation = replace(prepared, mesh=mesh)
-    return optimizer
-
-
-def _prepare(
-    engine: Any,
-    model_parameters: Iterable[Any],
-    transport: seams.DeepSpeedTransport,
-    facts: dict[str, str],
-) -> tuple[Preparation, RoutingTable]:
-    for package in ("ds_muon", "deepspeed", "torch"):
-        facts[f"{package} version"] = version(package)
-    config = parse(engine.optimizer_params())
-    facts.update((f"optimizer.params.{k}", repr(v)) for k, v in config)
-    written = seams.user_config(engine)
-    facts.update((key, repr(written.get(key))) for key in _COMPARED_SECTIONS)
-    refuse_unsupported(engine, config)
-    require_shard_size(config.hsdp, transport.world_size)
-    spec = resolve(config)
-    device = torch.device(get_accelerator().current_device_name())
-    facts["arithmetic"] = repr(arithmetic_for(spec, device))
-    incoming = incoming_groups(model_parameters)
-    table = route_parameters(engine.module, config, group_tags(incoming))
-    table.require_matrices()
-    facts["routing"] = _digest(table)
-    names = {id(p): clean_name(name) for name, p in engine.module.named_parameters()}
-    groups = build_groups(incoming, names, table, config)
-    prepared = Preparation(config=config, spec=spec, groups=groups, transport=transport)
-    return prepared, table
+from ds_muon.zero.parameters.hidden_gather import HiddenGather
+from ds_muon.zero.parameters.lifetime import set_lifetime
+from ds_muon.zero.parameters.owner_source import OwnerSource
+from ds_muon.zero.prepare import Preparation
 
 
 def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
@@ -180,9 +76,14 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
     )
     optimizer.bind(_binding(engine, prepared, sets, step_engine, replication))
     _correct_wrapper(engine)
+    if config.param_source == "owner_broadcast" and prepared.row.world_size > 1:
+        OwnerSource(
+            engine, prepared.row_transport("parameters"), prepared.matrices(), _owners(rows)
+        )
     if replication is not None:
-        replication.install(optimizer, prepared.transport, prepared.named_matrices())
-    _schedule_parameters(engine, prepared)
+        # After what fetches, since updates are settled before it.
+        replication.install(optimizer, prepared.transport, prepared.matrices())
+    _schedule_parameters(engine, prepared, replication)
     say(_describe(plans, step_engine, prepared, communicator), rank=prepared.transport.rank)
     for plan in plans:
         warning = plan.oversize_warning(config.workspace_mb)
@@ -200,7 +101,7 @@ def _binding(
     config = prepared.config
     masters = {_contents(leaf): leaf.tensor for s in sets for leaf in s.leaves}
     settling: tuple[SettledSteps, ...] = ()
-    gathers_in_step = int(engine.zero_optimization_stage()) < 3 and not config.hide_param_gather
+    gathers_in_step = int(engine.zero_optimization_stage()) < 3 and not prepared.hides_gather
     if replication is not None and (gathers_in_step or config.verify_every):
         settling = (SettledSteps(replication.publisher),)
     return Binding(
@@ -237,6 +138,16 @@ def _plan(leaf_set: LeafSet, prepared: Preparation) -> tuple[Plan, ...]:
     return plan_replicas(layout, config, spec, storage=storage, replicas=replicas)
 
 
+def _owners(rows: Sequence[Sequence[Plan]]) -> dict[str, int]:
+    """Matrix name -> its owner's place in a row, whichever row it is in."""
+    return {
+        matrix.name: owner
+        for of_set in rows
+        for plan in of_set
+        for matrix, owner in zip(plan.layout.matrices, plan.owners, strict=True)
+    }
+
+
 def _correct_wrapper(engine: Any) -> None:
     wrapper = engine.optimizer
     if wrapper is engine.basic_optimizer:
@@ -250,19 +161,22 @@ def _correct_wrapper(engine: Any) -> None:
         seams.link_states(wrapper)
 
 
-def _schedule_parameters(engine: Any, prepared: Preparation) -> None:
+def _schedule_parameters(
+    engine: Any, prepared: Preparation, replication: Replication | None
+) -> None:
     """Give parameters the lifetimes and the gather that the configuration asks for."""
     config = prepared.config
     if config.reshard_after_forward is not None:
-        set_lifetime(engine.optimizer, prepared.matrices(), reshard=config.reshard_after_forward)
-    if config.hide_param_gather and prepared.transport.world_size > 1:
+        matrices = [parameter for parameter, _ in prepared.matrices()]
+        set_lifetime(engine.optimizer, matrices, reshard=config.reshard_after_forward)
+    if prepared.hides_gather:
         if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
             raise ValueError(
                 "optimizer.params.hide_param_gather hides the gather of ZeRO-1/2's own optimizer, "
                 f"and this configuration makes a {type(engine.optimizer).__name__}; remove the key "
                 "or data_types.grad_accum_dtype"
             )
-        HiddenGather(engine, seams.DeepSpeedTransport("parameters"))
+        HiddenGather(engine, prepared.row_transport("parameters"), replication)
 
 
 def _header(engine: Any, prepared: Preparation, sets: Sequence[LeafSet]) -> CheckpointHeader:
@@ -308,10 +222,3 @@ def _describe(
         f"most; exchange and iteration hold {engine.arena.nbytes / MIB:.1f} MiB here"
         + (f", the communicator {communicator / MIB:.0f} MiB" if communicator else "")
     )
-
-
-def _digest(table: RoutingTable) -> str:
-    text = repr(sorted((r.name, r.shape, r.placements) for r in table.routes.values()))
-    muon = sum(r.is_muon for r in table.routes.values())
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return f"{muon} of {len(table.routes)} parameters on Muon, {digest}"

@@ -16,8 +16,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from ds_muon.optimizer import MatrixOwnerOptimizer
-from ds_muon.zero.attach import bind_optimizer, build_optimizer
-from ds_muon.zero.mesh import partitioned_over
+from ds_muon.zero.attach import bind_optimizer
+from ds_muon.zero.hsdp.mesh import partitioned_over
+from ds_muon.zero.prepare import build_optimizer
 from ds_muon.zero.seams import private
 
 TYPE_NAME = "DMuon"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import ds_muon.zero.hidden_gather as hidden_gather
+import ds_muon.zero.parameters.hidden_gather as hidden_gather
 from tests.harness import models, ranks
 from tests.harness.training import (
     counting_collectives,

@@ -123,9 +123,7 @@ def test_replicated_matrices_move_nothing_in_and_an_update_to_every_other_rank()
 
 
 def test_a_layout_that_does_not_tile_a_matrix_is_a_bug() -> None:
-    piece = Fragment(
-        rank=0, leaf=0, leaf_offset=0, matrix_offset=0, numel=3, momentum_offset=0
-    )
+    piece = Fragment(rank=0, leaf=0, leaf_offset=0, matrix_offset=0, numel=3, momentum_offset=0)
     with pytest.raises(AssertionError, match="m"):
         Layout(world_size=2, matrices=(Matrix(name="m", rows=2, cols=2),), fragments=((piece,),))
 

@@ -16,7 +16,7 @@ from typing import Any
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor
 
-from ds_muon.zero.mesh import Mesh, mesh_of
+from ds_muon.zero.hsdp.mesh import Mesh, mesh_of
 
 
 def install() -> None:
@@ -27,7 +27,7 @@ def install() -> None:
     init, leave = GatheredParameters.__init__, GatheredParameters.__exit__
 
     @functools.wraps(init)
-    def __init__(
+    def init_with_mesh(
         self: Any, params: Any, modifier_rank: int | None = None, *args: Any, **kwargs: Any
     ) -> None:
         single = isinstance(params, Tensor) or not isinstance(params, Iterable)
@@ -40,13 +40,13 @@ def install() -> None:
         init(self, listed, modifier_rank, *args, **kwargs)
 
     @functools.wraps(leave)
-    def __exit__(self: Any, *error: Any) -> Any:
+    def leave_and_copy(self: Any, *error: Any) -> Any:
         result = leave(self, *error)
         if self.enabled and self._ds_muon_source is not None:
             _copy_from(*self._ds_muon_source, self.params)
         return result
 
-    GatheredParameters.__init__, GatheredParameters.__exit__ = __init__, __exit__
+    GatheredParameters.__init__, GatheredParameters.__exit__ = init_with_mesh, leave_and_copy
 
 
 def _copy_from(mesh: Mesh, replica: int, parameters: Iterable[Any]) -> None:

@@ -28,6 +28,7 @@ class Mesh:
     """This rank's place among `replicas` x `shard_size` ranks, and its row and column.
 
     Attributes:
+        rows: ranks of every row.
         zero_group: the process group that ZeRO partitions over.
         row: transport of the exchange, over the ranks of this replica.
         column: transport over the ranks that hold the same pieces, one per replica.
@@ -36,6 +37,7 @@ class Mesh:
 
     shard_size: int
     replicas: int
+    rows: tuple[tuple[int, ...], ...]
     zero_group: Any
     row: DeepSpeedTransport
     column: DeepSpeedTransport
@@ -82,6 +84,7 @@ def make_mesh(hsdp: HsdpConfig | None, world_size: int) -> Mesh | None:
     return Mesh(
         shard_size=size,
         replicas=len(rows),
+        rows=rows,
         zero_group=own_group("zero", rows),
         row=DeepSpeedTransport("exchange", rows),
         column=DeepSpeedTransport("reduction", columns),

@@ -26,7 +26,7 @@ from ds_muon.log import say
 from ds_muon.plan.replicas import Reduction
 from ds_muon.run.publish import Publisher
 from ds_muon.run.reduce import reduce_over_replicas
-from ds_muon.zero.mesh import Mesh
+from ds_muon.zero.hsdp.mesh import Mesh
 from ds_muon.zero.seams import private
 
 # Hidden publishing ends when a rank waited for this share of its time on so many steps in a row.

@@ -8,7 +8,7 @@ spread_state.py keeps checkpoints and accessors whole, gathered.py keeps replica
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,23 +20,24 @@ from ds_muon.config import DMuonConfig, HsdpConfig
 from ds_muon.optimizer import MOMENTUM_DTYPES, MUON, MatrixOwnerOptimizer
 from ds_muon.ortho.recipes import OrthoSpec
 from ds_muon.plan.plan import Plan
-from ds_muon.plan.replicas import messages, reductions
+from ds_muon.plan.replicas import held, messages, reductions
 from ds_muon.planning import MIB
+from ds_muon.routing import Route
 from ds_muon.run.momentum import SpreadMomentum
 from ds_muon.run.publish import Publisher
-from ds_muon.zero import gathered
-from ds_muon.zero.leaves import LeafSet
-from ds_muon.zero.mesh import Mesh
-from ds_muon.zero.publication import low_precision_copies, settle_before_reads, settled
-from ds_muon.zero.replicas import ReplicatedStep
-from ds_muon.zero.seams import private
-from ds_muon.zero.spread_state import (
+from ds_muon.zero.hsdp import gathered
+from ds_muon.zero.hsdp.mesh import Mesh
+from ds_muon.zero.hsdp.publication import low_precision_copies, settle_before_reads, settled
+from ds_muon.zero.hsdp.state import (
     offload_with_states,
     pieces_of,
     share_flat_accessors,
     share_zero3_accessors,
     write_one_replica,
 )
+from ds_muon.zero.hsdp.step import ReplicatedStep
+from ds_muon.zero.leaves import LeafSet
+from ds_muon.zero.seams import private
 
 _FP32 = 4
 
@@ -86,26 +87,24 @@ class Replication:
         self,
         optimizer: MatrixOwnerOptimizer,
         world: Transport,
-        parameters: Mapping[str, tuple[Parameter, frozenset[str]]],
+        parameters: Sequence[tuple[Parameter, Route]],
     ) -> None:
         """Hook the engine.
 
         Args:
-            parameters: that Muon trains, by name, each with the names of its matrices.
+            parameters: that Muon trains, each with its route.
         """
         engine, zero = self._engine, self._engine.optimizer
         ReplicatedStep(
             zero,
             self._mesh,
-            [parameter for parameter, _ in parameters.values()],
+            [parameter for parameter, _ in parameters],
             reductions=self._reductions(),
             publisher=self.publisher,
             world=world,
         )
         slices = [s.leaves[0].slices for s in self._sets if s.kind == MUON]
-        pieces = pieces_of(
-            self.spread, slices, {id(p): name for name, (p, _) in parameters.items()}
-        )
+        pieces = pieces_of(self.spread, slices, {id(p): route.name for p, route in parameters})
         offload_with_states(engine, self.spread)
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             share_zero3_accessors(zero, world, pieces)
@@ -115,10 +114,36 @@ class Replication:
             hook()
             # Reloading offloaded states binds the accessors anew.
             zero._link_all_hp_params = _then(private(zero, "_link_all_hp_params"), hook)
-        settle_before_reads(
-            engine, self.publisher, {id(p): names for p, names in parameters.values()}
-        )
+        matrices = {
+            id(p): frozenset(placement.matrix.name for placement in route.placements)
+            for p, route in parameters
+        }
+        settle_before_reads(engine, self.publisher, matrices)
         write_one_replica(engine, self._mesh, optimizer)
+
+    @property
+    def hidden(self) -> bool:
+        """See hidden_gather.Publication."""
+        return self.publisher.hidden
+
+    def awaited(self, group: int, source: int, start: int, numel: int) -> frozenset[str]:
+        """See hidden_gather.Publication; `start` is in ZeRO-1/2's flat buffer of a group."""
+        leaf_set = self._sets[group]
+        if leaf_set.kind != MUON:
+            return frozenset()
+        rows = self._rows[sum(s.kind == MUON for s in self._sets[:group])]
+        first = start - source * leaf_set.tensors[0].numel()
+        return frozenset(
+            row.layout.matrices[index].name
+            for replica, row in enumerate(rows)
+            if replica != self._mesh.replica
+            for index, piece in held(row, source)
+            if piece.leaf_offset < first + numel and first < piece.leaf_offset + piece.numel
+        )
+
+    def settle(self, names: frozenset[str]) -> None:
+        """See hidden_gather.Publication."""
+        self.publisher.settle(names)
 
     def _reductions(self) -> list[Any]:
         rows = iter(self._rows)

@@ -20,7 +20,7 @@ from ds_muon.checkpoint import ParameterSlice
 from ds_muon.comm.transport import Transport
 from ds_muon.optimizer import MOMENTUM, MatrixOwnerOptimizer
 from ds_muon.run.momentum import SpreadMomentum
-from ds_muon.zero.mesh import Mesh
+from ds_muon.zero.hsdp.mesh import Mesh
 from ds_muon.zero.seams import private
 
 # (offset in the parameter, view of the momentum) of all that this rank keeps of one parameter.

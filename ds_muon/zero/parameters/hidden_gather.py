@@ -6,6 +6,10 @@ that buffer is one contiguous range, so here each rank broadcasts its slices ins
 first use, on a communicator of their own, and a module waits for its parameters just before its
 forward. The elements are the same: (N - 1) / N of all parameters received per rank.
 
+With HSDP a rank may still wait for updates of its slice from other replicas. Such slices are
+broadcast later, one ahead of the module that needs them and all by the end of the forward, in the
+same fixed order: when a rank has no use for a slice, another may, so that each forward sends all.
+
 Owns: the override of that gather on one optimizer, who waits for what, and what must wait for all:
 the next step, checkpoints, state dicts.
 Never does: decide by what has arrived; all ranks broadcast the same slices in the same order.
@@ -14,10 +18,11 @@ Never does: decide by what has arrived; all ranks broadcast the same slices in t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor, nn
@@ -40,26 +45,50 @@ class _Slice:
     numel: int
 
 
+class Publication(Protocol):
+    """Updates that other replicas send to this row."""
+
+    @property
+    def hidden(self) -> bool:
+        """Whether a step may end before they are applied; the same on all ranks."""
+
+    def awaited(self, group: int, source: int, start: int, numel: int) -> frozenset[str]:
+        """Matrices of other replicas in a slice, by name; the same on all ranks of the row."""
+
+    def settle(self, names: frozenset[str]) -> None:
+        """Apply the updates of some matrices here."""
+
+
 class HiddenGather:
     """Overrides the gather at the end of one ZeRO-1/2 step.
 
     Args:
         engine: after ZeRO has laid out its flat buffers.
-        transport: on a communicator that nothing else uses.
+        transport: over the ranks that ZeRO partitions over, on a communicator of its own.
+        publication: what other replicas send, if there are any.
     """
 
-    def __init__(self, engine: Any, transport: DeepSpeedTransport) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        transport: DeepSpeedTransport,
+        publication: Publication | None = None,
+    ) -> None:
         self._zero, self._transport = engine.optimizer, transport
+        self._publication = publication
         self._module: nn.Module = engine.module
         flats = private(self._zero, "bit16_groups_flat")
         self._slices_of = {
             id(p): self._covering(flats, p) for p in self._module.parameters() if p.requires_grad
         }
-        order: list[_Slice] = []
-        for slices in self._slices_of.values():
-            order += [s for s in slices if s not in order]
-        self._order = tuple(order)
+        self._order = tuple(dict.fromkeys(s for own in self._slices_of.values() for s in own))
+        self._awaited = {
+            s: publication.awaited(s.group, s.source, s.start, s.numel)
+            for s in self._order
+            if publication is not None
+        }
         self._pending: dict[_Slice, Pending] = {}
+        self._late: deque[_Slice] = deque()
         # Until a forward was watched, the first module that is called waits for everything.
         self._waits_of: dict[int, tuple[_Slice, ...]] = {}
         self._override_step()
@@ -98,13 +127,31 @@ class HiddenGather:
         self._zero.step = step_without_gather
 
     def _broadcast(self, groups_flat: Sequence[Tensor], **kwargs: Any) -> None:
+        self._flats = groups_flat
+        hidden = self._publication is not None and self._publication.hidden
         for item in self._order:
-            view = groups_flat[item.group][item.start : item.start + item.numel]
-            self._pending[item] = self._transport.broadcast(view, source=item.source)
+            if hidden and self._awaited[item]:
+                self._late.append(item)
+            else:
+                self._send(item)
+
+    def _send(self, item: _Slice) -> None:
+        if self._publication is not None and item.source == self._transport.rank:
+            self._publication.settle(self._awaited[item])
+        view = self._flats[item.group][item.start : item.start + item.numel]
+        self._pending[item] = self._transport.broadcast(view, source=item.source)
+
+    def _send_late(self, needed: Collection[_Slice], *, ahead: int) -> None:
+        """Send late slices up to the last one that is needed, and some more."""
+        last = max((n for n, item in enumerate(self._late, start=1) if item in needed), default=0)
+        for _ in range(min(last + ahead, len(self._late))):
+            self._send(self._late.popleft())
 
     def wait(self, slices: Sequence[_Slice] | None = None) -> None:
         """Wait for some slices, or for all."""
-        for item in self._order if slices is None else slices:
+        needed = self._order if slices is None else slices
+        self._send_late(needed, ahead=0 if slices is None else 1)
+        for item in needed:
             handle = self._pending.pop(item, None)
             if handle is not None:
                 handle.wait()
@@ -112,6 +159,7 @@ class HiddenGather:
     def _hook(self, engine: Any) -> None:
         for module in self._module.modules():
             module.register_forward_pre_hook(self._before_forward, prepend=True)
+        self._module.register_forward_hook(self._after_forward, always_call=True)
         self._module.register_state_dict_pre_hook(lambda *_: self.wait())
         for name in _READERS:
             setattr(engine, name, self._waiting(private(engine, name)))
@@ -127,8 +175,11 @@ class HiddenGather:
         return call
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if self._pending:
+        if self._pending or self._late:
             self.wait(self._waits_of.get(id(module)))
+
+    def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._send_late(self._late, ahead=0)
 
     def _record(self, engine: Any) -> None:
         """In the first forward, learn which module is the first to use which parameter.

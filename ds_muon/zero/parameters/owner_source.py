@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owner source: ZeRO-3 takes matrices from their owners' packed buffers (`param_source`).
+
+Owns: the override of `all_gather_coalesced`, by which ZeRO-3 fetches and prefetches, on one
+engine's parameters: matrices come by broadcasts, one packed buffer per fetch and owner, the rest by
+ZeRO's gather; and the moments at which owners' copies go out of date. Everything else that gathers
+(`GatheredParameters`, persistent parameters) reads shards, as without it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
+from torch import Tensor
+from torch.nn import Parameter
+
+from ds_muon.comm.transport import Transport
+from ds_muon.routing import Route
+from ds_muon.run.packed import Fetched, PackedOwners, SourcedMatrix
+from ds_muon.zero.seams import private
+
+
+class OwnerSource:
+    """Overrides how one ZeRO-3 engine fetches matrices.
+
+    Args:
+        transport: over the ranks that ZeRO partitions over, on a communicator of its own.
+        parameters: that Muon trains, each with its route.
+        owners: matrix name -> owner's rank in `transport`.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        transport: Transport,
+        parameters: Sequence[tuple[Parameter, Route]],
+        owners: Mapping[str, int],
+    ) -> None:
+        self._route_of = {id(parameter): route for parameter, route in parameters}
+        by_dtype: dict[torch.dtype, list[tuple[Any, Route]]] = defaultdict(list)
+        for parameter, route in parameters:
+            by_dtype[parameter.dtype].append((parameter, route))
+        self._packed = {
+            dtype: _packed(transport, found, owners, dtype) for dtype, found in by_dtype.items()
+        }
+        for parameter in engine.module.parameters():
+            self._override(parameter)
+        zero = engine.optimizer
+        zero.step = self._then_stale(zero.step)
+        zero.load_state_dict = self._then_stale(zero.load_state_dict)
+
+    def _then_stale(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            for packed in self._packed.values():
+                packed.invalidate()
+            return result
+
+        return call
+
+    def _override(self, parameter: Any) -> None:
+        gather, partition = private(parameter, "all_gather_coalesced"), parameter.partition
+
+        @functools.wraps(gather)
+        def all_gather_coalesced(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+            listed = list(params)
+            matrices = [p for p in listed if id(p) in self._route_of]
+            rest = [p for p in listed if id(p) not in self._route_of]
+            handles = [gather(rest, *args, **kwargs)] if rest else []
+            return MultipleAllGatherHandles([*handles, *self._fetch(matrices)])
+
+        @functools.wraps(partition)
+        def partition_then_stale(
+            param_list: Any = None, *args: Any, has_been_updated: bool = False, **kwargs: Any
+        ) -> None:
+            partition(param_list, *args, has_been_updated=has_been_updated, **kwargs)
+            if has_been_updated:
+                for p in [parameter] if param_list is None else param_list:
+                    self._changed(p)
+
+        parameter.all_gather_coalesced = all_gather_coalesced
+        parameter.partition = partition_then_stale
+
+    def _changed(self, parameter: Any) -> None:
+        route = self._route_of.get(id(parameter))
+        if route is not None:
+            packed = self._packed[parameter.dtype]
+            packed.invalidate(placement.matrix.name for placement in route.placements)
+
+    def _fetch(self, parameters: Sequence[Any]) -> list[_FetchHandle]:
+        handles = []
+        for dtype, packed in self._packed.items():
+            chosen = [p for p in parameters if p.dtype == dtype]
+            for p in chosen:
+                if p.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
+                    raise RuntimeError(p.ds_summary())
+                p.ds_status = ZeroParamStatus.INFLIGHT
+            routes = [self._route_of[id(p)] for p in chosen]
+            names = [placement.matrix.name for route in routes for placement in route.placements]
+            if names:
+                fetched = packed.fetch(names)
+                handles.append(_FetchHandle(fetched, list(zip(chosen, routes, strict=True))))
+        return handles
+
+
+class _FetchHandle:
+    """What ZeRO waits for: parameters become available, each in memory of its own."""
+
+    def __init__(self, fetched: Fetched, parameters: list[tuple[Any, Route]]) -> None:
+        self._fetched: Fetched | None = fetched
+        self._parameters = parameters
+
+    @torch.no_grad()
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Wait, and copy each parameter out of the packed buffers, as ZeRO's handles do."""
+        if self._fetched is None:
+            return
+        for pending in self._fetched.pending:
+            pending.wait()
+        for parameter, route in self._parameters:
+            views = [self._fetched.views[p.matrix.name] for p in route.placements]
+            whole = views[0].clone() if len(views) == 1 else torch.cat(views)
+            parameter.data = whole.view(parameter.ds_shape)
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
+        self._fetched = None
+
+
+def _packed(
+    transport: Transport,
+    parameters: Sequence[tuple[Any, Route]],
+    owners: Mapping[str, int],
+    dtype: torch.dtype,
+) -> PackedOwners:
+    matrices: dict[str, SourcedMatrix] = {}
+    shard_of: dict[str, Callable[[], Tensor]] = {}
+    for parameter, route in parameters:
+        part = parameter.ds_tensor.ds_numel
+        for placement in route.placements:
+            name, numel = placement.matrix.name, placement.matrix.numel
+            first, last = placement.offset, placement.offset + numel
+            parts = []
+            for rank in range(transport.world_size):
+                start, stop = max(first, rank * part), min(last, (rank + 1) * part)
+                parts.append((start - first, max(start, stop) - first))
+            matrices[name] = SourcedMatrix(numel=numel, owner=owners[name], parts=tuple(parts))
+            start, stop = parts[transport.rank]
+            own = first + start - transport.rank * part
+            shard_of[name] = functools.partial(_shard, parameter, own, own + stop - start)
+    device = parameters[0][0].ds_tensor.device
+    return PackedOwners(
+        transport, matrices, dtype=dtype, device=device, shard_of=lambda name: shard_of[name]()
+    )
+
+
+def _shard(parameter: Any, start: int, stop: int) -> Tensor:
+    return parameter.ds_tensor.detach().view(-1)[start:stop]
