@@ -28,7 +28,7 @@ from ds_muon.planning import MIB, plan_layout, plan_replicas
 from ds_muon.run.step import StepEngine
 from ds_muon.zero import seams
 from ds_muon.zero.hsdp.replication import Replication, SettledSteps
-from ds_muon.zero.leaves import Leaf, LeafSet, read_leaf_sets
+from ds_muon.zero.leaves import Leaf, LeafSet, clear_padding, read_leaf_sets
 from ds_muon.zero.observe import recorder_for, verifier_for
 from ds_muon.zero.parameters.hidden_gather import HiddenGather
 from ds_muon.zero.parameters.lifetime import set_lifetime
@@ -54,6 +54,8 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
     digests = {str(i): "".join(p.digest() for p in row) for i, row in enumerate(rows)}
     facts = {f"plan of leaf set {i}": digest for i, digest in digests.items()}
     require_agreement(prepared.transport, {"plans": str(len(rows)), **facts}, problem=problem)
+    for leaf in (leaf for s in sets for leaf in s.leaves):
+        clear_padding(leaf)
     plans = [row[0 if mesh is None else mesh.replica] for row in rows]
     device = torch.device(get_accelerator().current_device_name())
     free = seams.free_bytes(device)
@@ -170,12 +172,6 @@ def _schedule_parameters(
         matrices = [parameter for parameter, _ in prepared.matrices()]
         set_lifetime(engine.optimizer, matrices, reshard=config.reshard_after_forward)
     if prepared.hides_gather:
-        if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
-            raise ValueError(
-                "optimizer.params.hide_param_gather hides the gather of ZeRO-1/2's own optimizer, "
-                f"and this configuration makes a {type(engine.optimizer).__name__}; remove the key "
-                "or data_types.grad_accum_dtype"
-            )
         HiddenGather(engine, prepared.row_transport("parameters"), replication)
 
 

@@ -208,6 +208,16 @@ def _slice(
     )
 
 
+@torch.no_grad()
+def clear_padding(leaf: Leaf) -> None:
+    """Zero what no parameter lies in; ZeRO-3 leaves it uninitialised, differently on each rank."""
+    flat, end = leaf.tensor.view(-1), 0
+    for item in sorted(leaf.slices, key=lambda item: item.leaf_offset):
+        flat[end : item.leaf_offset] = 0
+        end = item.leaf_offset + item.numel
+    flat[end:] = 0
+
+
 def _check_content(leaf: Leaf) -> None:
     """Compare every slice of a leaf with the model's weights, in the model's dtype."""
     flat = leaf.tensor.detach().reshape(-1)

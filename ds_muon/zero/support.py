@@ -209,6 +209,13 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
+def _makes_bf16_optimizer(engine: Any) -> bool:
+    """Whether DeepSpeed wraps the optimizer in its BF16_Optimizer, which replaces ZeRO-1's own."""
+    _, accumulation = engine.get_data_types()
+    low = engine.bfloat16_enabled() and accumulation == torch.float32
+    return low and int(engine.zero_optimization_stage()) == 1
+
+
 def refuse_unsupported(engine: Any, config: DMuonConfig) -> None:
     """Stop before anything is built, if the engine asks for a regime that is not exact.
 
@@ -222,6 +229,16 @@ def refuse_unsupported(engine: Any, config: DMuonConfig) -> None:
                 "docs/support.md lists what it supports"
             )
     require_stage(config, int(engine.zero_optimization_stage()))
+    for key, asked in (
+        ("hsdp", config.hsdp is not None),
+        ("hide_param_gather", config.hide_param_gather),
+    ):
+        if asked and _makes_bf16_optimizer(engine):
+            raise ValueError(
+                f"optimizer.params.{key} needs ZeRO's own optimizer, and ZeRO-1 with bf16 and "
+                "data_types.grad_accum_dtype = fp32 makes a BF16_Optimizer; remove the key, or "
+                "data_types.grad_accum_dtype, or use stage 2"
+            )
 
 
 def supported_table() -> str:

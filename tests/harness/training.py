@@ -126,18 +126,21 @@ def counting_newton_schulz() -> Iterator[list[tuple[int, ...]]]:
 
 
 @contextlib.contextmanager
-def counting_collectives() -> Iterator[dict[str, Counter[str]]]:
+def counting_collectives() -> Iterator[dict[str, Counter[Any]]]:
     """Count DeepSpeed's collectives: calls, and elements that a rank receives from others.
 
-    Reductions count what a ring moves: (N - 1) / N of the tensor, twice for an all-reduce.
+    `groups` counts elements by the ranks of the collective's group. Reductions count what a ring
+    moves: (N - 1) / N of the tensor, twice for an all-reduce.
     """
     backend = deepspeed.comm.comm.cdb
-    counts: dict[str, Counter[str]] = {"calls": Counter(), "elements": Counter()}
+    counts: dict[str, Counter[Any]] = {k: Counter() for k in ("calls", "elements", "groups")}
 
     def counted(name: str, real: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
+            elements = received_elements(name, *args, **kwargs)
             counts["calls"][name] += 1
-            counts["elements"][name] += received_elements(name, *args, **kwargs)
+            counts["elements"][name] += elements
+            counts["groups"][group_ranks(*args, **kwargs)] += elements
             return real(*args, **kwargs)
 
         return call
@@ -149,6 +152,13 @@ def counting_collectives() -> Iterator[dict[str, Counter[str]]]:
                 stack.enter_context(mock.patch.object(backend, name, counted(name, real)))
         stack.enter_context(_counting_batches(counts))
         yield counts
+
+
+def group_ranks(*args: Any, **kwargs: Any) -> tuple[int, ...]:
+    """Ranks of the group that a collective's arguments name."""
+    groups = (*args, *kwargs.values())
+    group = next((g for g in groups if isinstance(g, torch.distributed.ProcessGroup)), None)
+    return tuple(torch.distributed.get_process_group_ranks(group))
 
 
 def _counting_batches(counts: dict[str, Counter[str]]) -> Any:
@@ -166,10 +176,11 @@ def _counting_batches(counts: dict[str, Counter[str]]) -> Any:
 
 def received_elements(name: str, *args: Any, **kwargs: Any) -> float:
     """Elements that reach this rank from others in one collective."""
-    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    members, rank = group_ranks(*args, **kwargs), torch.distributed.get_rank()
+    world = len(members)
     if kwargs.get("output_split_sizes"):
         splits = kwargs["output_split_sizes"]
-        return sum(splits) - splits[rank]
+        return sum(splits) - splits[members.index(rank)]
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     lists = [
         a
