@@ -12,6 +12,7 @@ import atexit
 import io
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -51,16 +52,24 @@ class RankPool:
             self._processes.append(process)
 
     def run(
-        self, fn: Callable[..., Any], kwargs: dict[str, Any], *, timeout_s: float, threads: int
+        self,
+        fn: Callable[..., Any],
+        kwargs: dict[str, Any],
+        *,
+        timeout_s: float,
+        threads: int,
+        deaths: bool = False,
     ) -> list[Any]:
-        """Run `fn` on all ranks; raises AssertionError naming the rank that failed or hung."""
+        """Run `fn` on all ranks; raises AssertionError naming the rank that failed or hung.
+
+        With `deaths` a rank's process may end; its result is None.
+        """
         test = os.environ.get("PYTEST_CURRENT_TEST", fn.__name__)
         for end in self._ends:
             end.send((fn, kwargs, threads))
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
-        failures: list[str] = []
-        while len(results) + len(failures) < self.world_size:
+        while len(results) < self.world_size:
             waiting = [r for r in range(self.world_size) if r not in results]
             ready = multiprocessing.connection.wait(
                 [self._ends[r] for r in waiting], timeout=max(0.0, deadline - time.monotonic())
@@ -70,9 +79,13 @@ class RankPool:
             for rank in waiting:
                 if self._ends[rank] in ready:
                     ok, payload = _receive(self._ends[rank])
-                    if not ok:
+                    if not ok and payload is None and deaths:
+                        results[rank] = None
+                    elif not ok:
+                        payload = payload or "the process ended without an answer"
                         raise AssertionError(f"{test}: rank {rank} of {self.world_size}\n{payload}")
-                    results[rank] = payload
+                    else:
+                        results[rank] = payload
         return [results[rank] for rank in range(self.world_size)]
 
     def kill(self) -> None:
@@ -115,11 +128,28 @@ def _kill_all() -> None:
         _POOLS.popitem()[1].kill()
 
 
+def run_with_deaths(
+    world_size: int, fn: Callable[..., Any], *, timeout_s: float = 200.0, **kwargs: Any
+) -> list[Any]:
+    """Run `fn(**kwargs)` on ranks of their own, some of which end their process: None."""
+    pool = RankPool(world_size)
+    try:
+        return pool.run(fn, kwargs, timeout_s=timeout_s, threads=1, deaths=True)
+    finally:
+        pool.kill()
+
+
+def die() -> None:
+    """End this rank's process at once, as a crash does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _receive(end: Connection) -> tuple[bool, Any]:
+    """What a rank sent; (False, None) where its process ended instead."""
     try:
         ok, data = end.recv()
     except (EOFError, ConnectionResetError):
-        return False, "the process ended without an answer"
+        return False, None
     return ok, torch.load(io.BytesIO(data), weights_only=False) if ok else data
 
 
