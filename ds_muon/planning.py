@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -49,16 +50,23 @@ def plan_layout(
     return build_plan(layout, model, owner_scope=config.owner_scope, workspace=workspace)
 
 
-def plan_replicas(
-    layout: Layout, config: DMuonConfig, spec: OrthoSpec, *, storage: torch.dtype, replicas: int
-) -> tuple[Plan, ...]:
-    """Plan one layout for every replica of a shard group (HSDP); see `plan_layout`."""
-    costs = _cost_model(config, spec, storage).costs(layout.matrices)
+def plan_run(
+    layouts: Sequence[Layout],
+    config: DMuonConfig,
+    spec: OrthoSpec,
+    *,
+    storage: torch.dtype,
+    replicas: int,
+) -> tuple[tuple[Plan, ...], ...]:
+    """Plan every layout of a step for every replica (HSDP; one without); see `plan_layout`."""
 
-    def plan(row: Layout) -> Plan:
-        return plan_layout(row, config, spec, storage=storage)
+    def plan(layout: Layout) -> Plan:
+        return plan_layout(layout, config, spec, storage=storage)
 
-    return plan_rows(layout, costs, replicas, plan)
+    if replicas == 1:
+        return tuple((plan(layout),) for layout in layouts)
+    model = _cost_model(config, spec, storage)
+    return plan_rows(layouts, [model.costs(x.matrices) for x in layouts], replicas, plan)
 
 
 def _cost_model(config: DMuonConfig, spec: OrthoSpec, storage: torch.dtype) -> CostModel:

@@ -25,7 +25,7 @@ from ds_muon.ortho.recipes import OrthoSpec, resolve
 from ds_muon.plan.costs import CostModel
 from ds_muon.preview.cli import build_model
 from ds_muon.preview.config_file import read_config
-from ds_muon.preview.record import read_subject
+from ds_muon.preview.subject import read_subject
 
 Shape = tuple[int, int]
 

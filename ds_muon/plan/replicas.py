@@ -23,35 +23,41 @@ from ds_muon.plan.plan import Plan
 
 
 def split_over_replicas(
-    layout: Layout, costs: Sequence[int], replicas: int
-) -> tuple[tuple[int, ...], ...]:
+    layouts: Sequence[Layout], costs: Sequence[Sequence[int]], replicas: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Give every matrix to one replica, largest cost first, each to the least loaded.
 
-    Among equally loaded replicas it goes where the ranks that hold it publish least so far, so that
+    Loads are those of all layouts together: rows do not meet between the leaves of a step. Among
+    equally loaded replicas a matrix goes where the ranks that hold it publish least so far, so that
     columns are balanced too.
 
     Args:
-        layout: of one replica; all are laid out alike.
+        layouts: of one replica, in the order of a step; all replicas are laid out alike.
+        costs: per layout, of each matrix.
 
     Returns:
-        Indices of the layout's matrices per replica, ascending.
+        Per layout, the indices of its matrices per replica, ascending.
     """
-    names = [m.name for m in layout.matrices]
-    chosen: list[list[int]] = [[] for _ in range(replicas)]
+    chosen: list[list[list[int]]] = [[[] for _ in range(replicas)] for _ in layouts]
     loads = [0] * replicas
-    published = [[0] * layout.world_size for _ in range(replicas)]
-    for index in sorted(range(len(names)), key=lambda i: (-costs[i], names[i])):
-        pieces = layout.fragments[index]
+    published = [[0] * layouts[0].world_size for _ in range(replicas)] if layouts else []
+    everything = [
+        (-cost, matrix.name, number, index)
+        for number, layout in enumerate(layouts)
+        for index, (matrix, cost) in enumerate(zip(layout.matrices, costs[number], strict=True))
+    ]
+    for cost, _, number, index in sorted(everything):
+        pieces = layouts[number].fragments[index]
         least = min(loads)
         candidates = [r for r in range(replicas) if loads[r] == least]
         replica = min(
             candidates, key=lambda r: (sum(p.numel * published[r][p.rank] for p in pieces), r)
         )
-        chosen[replica].append(index)
-        loads[replica] += costs[index]
+        chosen[number][replica].append(index)
+        loads[replica] -= cost
         for piece in pieces:
             published[replica][piece.rank] += piece.numel
-    return tuple(tuple(sorted(indices)) for indices in chosen)
+    return tuple(tuple(tuple(sorted(row)) for row in of_layout) for of_layout in chosen)
 
 
 def restrict(layout: Layout, indices: Sequence[int]) -> Layout:
@@ -73,15 +79,18 @@ def restrict(layout: Layout, indices: Sequence[int]) -> Layout:
 
 
 def plan_rows(
-    layout: Layout, costs: Sequence[int], replicas: int, plan: Callable[[Layout], Plan]
-) -> tuple[Plan, ...]:
-    """Plan every replica's own matrices; buckets come in the order of the layout's matrices.
+    layouts: Sequence[Layout],
+    costs: Sequence[Sequence[int]],
+    replicas: int,
+    plan: Callable[[Layout], Plan],
+) -> tuple[tuple[Plan, ...], ...]:
+    """Plan every replica's own matrices of each layout; buckets come in the layout's order.
 
     That order is the model's, so that what the next forward uses first is published first.
     """
     return tuple(
-        plan(restrict(layout, indices)).in_layout_order()
-        for indices in split_over_replicas(layout, costs, replicas)
+        tuple(plan(restrict(layout, indices)).in_layout_order() for indices in rows)
+        for layout, rows in zip(layouts, split_over_replicas(layouts, costs, replicas), strict=True)
     )
 
 

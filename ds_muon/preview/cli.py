@@ -21,11 +21,14 @@ import torch
 from torch import nn
 
 from ds_muon.ortho.recipes import resolve
+from ds_muon.plan.plan import Plan
 from ds_muon.planning import read_owner_costs
 from ds_muon.preview import show
 from ds_muon.preview.config_file import read_config
-from ds_muon.preview.record import Rates, placed, preview, read_subject
-from ds_muon.preview.sweep import sweep_shard_sizes
+from ds_muon.preview.record import placed, preview
+from ds_muon.preview.subject import read_subject
+from ds_muon.preview.sweep import GIB, Cluster, sweep_shard_sizes
+from ds_muon.preview.traffic import Rates
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,6 +58,14 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--plot", type=Path, help="write the owners' Newton-Schulz load as an image")
     plan.add_argument("--matrices", action="store_true", help="list holders and owner of each")
     plan.add_argument("--sweep-shard-size", action="store_true", help="compare HSDP shard sizes")
+    plan.add_argument("--ranks-per-node", type=int, default=8, help="for --sweep-shard-size")
+    plan.add_argument(
+        "--link-ratio",
+        type=float,
+        default=8.0,
+        help="bandwidth inside a node over that between nodes, for --sweep-shard-size",
+    )
+    plan.add_argument("--memory-gib", type=float, help="per rank, for --sweep-shard-size")
     plan.add_argument("--tflops", type=float, help="Newton-Schulz rate of a rank, for times")
     plan.add_argument("--gb-per-s", type=float, help="bandwidth into a rank, for times")
     plan.add_argument("--latency-us", type=float, default=10.0, help="per collective, for times")
@@ -79,19 +90,21 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError(f"--world-size must be at least 1, got {args.world_size}")
     if args.plot and args.plot.suffix not in show.PLOT_SUFFIXES:
         raise ValueError(f"--plot {args.plot} must end in one of {', '.join(show.PLOT_SUFFIXES)}")
-    rates, config = _rates(args), read_config(args.config)
+    rates, cluster, config = _rates(args), _cluster(args), read_config(args.config)
     model = build_model(args.model)
     started = time.perf_counter()
     # A plan is some hundred thousand small records; collecting in between would double the time.
     gc.disable()
     try:
         subject = read_subject(model, config)
-        found, plans = preview(subject, world_size=args.world_size, rates=rates)
+        found, run = preview(subject, world_size=args.world_size, rates=rates)
     finally:
         gc.enable()
     seconds = time.perf_counter() - started
-    matrices = placed(plans) if args.matrices else []
-    sizes = sweep_shard_sizes(subject, world_size=args.world_size) if args.sweep_shard_size else []
+    matrices = placed(run) if args.matrices else []
+    sizes = []
+    if args.sweep_shard_size:
+        sizes = sweep_shard_sizes(subject, world_size=args.world_size, cluster=cluster)
     if args.json:
         shown = found.as_dict()
         if args.matrices:
@@ -105,10 +118,10 @@ def _plan(args: argparse.Namespace) -> int:
         if matrices:
             show.print_matrices(matrices)
         if sizes:
-            show.print_sweep(sizes)
+            show.print_sweep(sizes, cluster)
     if args.plot:
-        loads = [sum(f) for f in zip(*(p.owner_flops() for p in plans), strict=True)]
-        show.plot_loads(loads, args.plot)
+        loads = run.per_rank(Plan.owner_flops)
+        show.plot_loads([sum(of_rank) for of_rank in loads], args.plot)
     return 0
 
 
@@ -125,6 +138,17 @@ def _rates(args: argparse.Namespace) -> Rates | None:
         flops=args.tflops * 1e12,
         bandwidth=args.gb_per_s * 1e9,
         latency=args.latency_us * 1e-6,
+    )
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    for name in ("ranks_per_node", "link_ratio", "memory_gib"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value}")
+    memory = None if args.memory_gib is None else round(args.memory_gib * GIB)
+    return Cluster(
+        ranks_per_node=args.ranks_per_node, link_ratio=args.link_ratio, memory_bytes=memory
     )
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_muon.preview.record import Placed, Preview
-from ds_muon.preview.sweep import ShardSize
+from ds_muon.preview.sweep import Cluster, ShardSize
 
 _MIB = 2**20
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
@@ -23,19 +23,24 @@ PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 def print_preview(found: Preview, seconds: float) -> None:
     """Print facts, traffic and warnings."""
     console = _console()
-    facts = Table(title=f"ZeRO-{found.stage}, {found.world_size} ranks", show_header=False)
+    replicas = found.world_size // found.shard_size
+    title = f"ZeRO-{found.stage}, {found.world_size} ranks"
+    title += f": {replicas} replicas of {found.shard_size}" if replicas > 1 else ""
+    facts = Table(title=title, show_header=False)
     for name, value in _facts(found):
         facts.add_row(name, value)
     console.print(facts)
     console.print(f"planned in {seconds:.1f} s")
     traffic = Table(title="millions of elements received per rank and step")
-    columns = ["", "gradients", "parameters", "exchange, mean", "exchange, busiest", "total"]
+    columns = ["", "gradients", "parameters", "exchange, mean", "exchange, busiest"]
+    columns += ["replicas"] * (replicas > 1) + ["total"]
     timed = any(row.seconds is not None for row in found.traffic)
     for column in [*columns, *(["predicted ms"] if timed else [])]:
         traffic.add_column(column, justify="right", no_wrap=not column)
     for row in found.traffic:
-        numbers = (row.gradients, row.parameters, row.exchange_mean, row.exchange_busiest)
-        total = row.gradients + row.parameters + row.exchange_mean
+        numbers = [row.gradients, row.parameters, row.exchange_mean, row.exchange_busiest]
+        numbers += [row.replicate] * (replicas > 1)
+        total = row.gradients + row.parameters + row.exchange_mean + row.replicate
         cells = [row.optimizer, *(_millions(n) for n in (*numbers, total))]
         traffic.add_row(*cells, *([_milliseconds(row.seconds)] if timed else []))
     console.print(traffic)
@@ -64,6 +69,11 @@ def _facts(found: Preview) -> list[tuple[str, str]]:
         (
             "exchange and iteration at peak",
             f"{max(workspace) / _MIB:,.1f} MiB, {average / _MIB:,.1f} on average",
+        ),
+        *(
+            [("updates between replicas at peak", f"{found.publish_bytes / _MIB:,.1f} MiB")]
+            if found.publish_bytes
+            else []
         ),
         ("communicator (NCCL, estimate)", f"{found.communicator_bytes / _MIB:,.0f} MiB"),
     ]
@@ -94,8 +104,8 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def print_sweep(rows: Sequence[ShardSize]) -> None:
-    """Print one line per shard size."""
+def print_sweep(rows: Sequence[ShardSize], cluster: Cluster) -> None:
+    """Print one line per shard size, and the recommended one."""
     table = Table(title="HSDP: millions of elements per rank and step, MiB per rank")
     for column in (
         "shard size",
@@ -103,7 +113,8 @@ def print_sweep(rows: Sequence[ShardSize]) -> None:
         "makespan over sum/N",
         "shard axis",
         "replicate axis",
-        "weights and state",
+        "weighted",
+        "weights, gradients, state",
         "workspace",
     ):
         table.add_column(column, justify="right")
@@ -114,10 +125,25 @@ def print_sweep(rows: Sequence[ShardSize]) -> None:
             f"{row.makespan_over_mean:.3f}",
             _millions(row.shard_axis),
             _millions(row.replicate_axis),
-            f"{row.state_bytes / _MIB:,.0f}",
+            _millions(row.weighted),
+            f"{row.state_bytes / _MIB:,.0f}" + ("" if row.fits else " (too much)"),
             f"{row.workspace_bytes / _MIB:,.0f}",
         )
-    _console().print(table)
+    console = _console()
+    console.print(table)
+    best = next((row for row in rows if row.recommended), None)
+    rule = (
+        f"least elements, those between nodes of {cluster.ranks_per_node} ranks counted "
+        f"{cluster.link_ratio:g} times"
+    )
+    if best is None:
+        console.print("no shard size fits the memory given; use ZeRO-3, or more ranks")
+    elif best.replicas == 1:
+        console.print(f"recommended: no hsdp ({rule})", soft_wrap=True)
+    else:
+        console.print(
+            f'recommended: "hsdp": {{"shard_size": {best.shard_size}}} ({rule})', soft_wrap=True
+        )
 
 
 def _millions(numel: float) -> str:

@@ -24,7 +24,7 @@ from ds_muon.log import say
 from ds_muon.optimizer import MUON, Binding, MatrixOwnerOptimizer
 from ds_muon.ortho.newton_schulz import arithmetic_for
 from ds_muon.plan.plan import Plan
-from ds_muon.planning import MIB, plan_layout, plan_replicas
+from ds_muon.planning import MIB, plan_run
 from ds_muon.run.step import StepEngine
 from ds_muon.zero import seams
 from ds_muon.zero.hsdp.replication import Replication, SettledSteps
@@ -45,10 +45,10 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
     prepared: Preparation = optimizer.preparation
     config, mesh, problem = prepared.config, prepared.mesh, None
     sets: tuple[LeafSet, ...] = ()
-    rows: list[tuple[Plan, ...]] = []
+    rows: tuple[tuple[Plan, ...], ...] = ()
     try:
         sets = read_leaf_sets(engine, prepared.groups, prepared.row)
-        rows = [_plan(s, prepared) for s in sets if s.kind == MUON]
+        rows = _plan(sets, prepared)
     except Exception as error:  # shown to every rank, then raised
         problem = error
     digests = {str(i): "".join(p.digest() for p in row) for i, row in enumerate(rows)}
@@ -127,17 +127,17 @@ def _contents(leaf: Leaf) -> str:
     return f"{names[0]}{more} (a leaf of {leaf.tensor.numel():,} elements)"
 
 
-def _plan(leaf_set: LeafSet, prepared: Preparation) -> tuple[Plan, ...]:
-    """Plan a leaf set for every replica; there is one without HSDP."""
-    if leaf_set.layout is None:
-        raise AssertionError("a Muon leaf set without a layout")
+def _plan(sets: Sequence[LeafSet], prepared: Preparation) -> tuple[tuple[Plan, ...], ...]:
+    """Plan the leaf sets for every replica; there is one without HSDP."""
+    layouts = [s.layout for s in sets if s.layout is not None]
     device = torch.device(get_accelerator().current_device_name())
-    storage = arithmetic_for(prepared.spec, device).storage
-    layout, config, spec = leaf_set.layout, prepared.config, prepared.spec
-    if prepared.mesh is None:
-        return (plan_layout(layout, config, spec, storage=storage),)
-    replicas = prepared.mesh.replicas
-    return plan_replicas(layout, config, spec, storage=storage, replicas=replicas)
+    return plan_run(
+        layouts,
+        prepared.config,
+        prepared.spec,
+        storage=arithmetic_for(prepared.spec, device).storage,
+        replicas=1 if prepared.mesh is None else prepared.mesh.replicas,
+    )
 
 
 def _owners(rows: Sequence[Sequence[Plan]]) -> dict[str, int]:

@@ -35,7 +35,9 @@ _COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 class RankPool:
     """`world_size` processes that run one function after another."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(
+        self, world_size: int, *, collective_timeout: timedelta = _COLLECTIVE_TIMEOUT
+    ) -> None:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         rendezvous = os.path.join(self._folder.name, "store")
@@ -44,7 +46,9 @@ class RankPool:
         for rank in range(world_size):
             here, there = _CONTEXT.Pipe()
             process = _CONTEXT.Process(
-                target=_serve, args=(there, rank, world_size, rendezvous), daemon=True
+                target=_serve,
+                args=(there, rank, world_size, rendezvous, collective_timeout),
+                daemon=True,
             )
             process.start()
             there.close()
@@ -129,10 +133,11 @@ def _kill_all() -> None:
 
 
 def run_with_deaths(
-    world_size: int, fn: Callable[..., Any], *, timeout_s: float = 200.0, **kwargs: Any
+    world_size: int, fn: Callable[..., Any], *, collective_timeout: timedelta, **kwargs: Any
 ) -> list[Any]:
     """Run `fn(**kwargs)` on ranks of their own, some of which end their process: None."""
-    pool = RankPool(world_size)
+    pool = RankPool(world_size, collective_timeout=collective_timeout)
+    timeout_s = 200.0
     try:
         return pool.run(fn, kwargs, timeout_s=timeout_s, threads=1, deaths=True)
     finally:
@@ -153,7 +158,9 @@ def _receive(end: Connection) -> tuple[bool, Any]:
     return ok, torch.load(io.BytesIO(data), weights_only=False) if ok else data
 
 
-def _serve(end: Connection, rank: int, world_size: int, rendezvous: str) -> None:
+def _serve(
+    end: Connection, rank: int, world_size: int, rendezvous: str, collective_timeout: timedelta
+) -> None:
     import deepspeed
 
     warnings.simplefilter("ignore")
@@ -168,7 +175,7 @@ def _serve(end: Connection, rank: int, world_size: int, rendezvous: str) -> None
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=world_size,
-        timeout=_COLLECTIVE_TIMEOUT,
+        timeout=collective_timeout,
         auto_mpi_discovery=False,
         verbose=False,
     )

@@ -25,7 +25,6 @@ from ds_muon.plan.layout import (
 from ds_muon.plan.memory import Workspace, aligned, buffer_sets
 from ds_muon.plan.owners import assign_owners, makespan
 from ds_muon.plan.plan import Plan, build_plan
-from ds_muon.plan.replicas import restrict, split_over_replicas
 from ds_muon.plan.traffic import STRATEGIES
 from ds_muon.planning import MIB, plan_layout, read_owner_costs
 
@@ -378,14 +377,3 @@ def test_many_small_matrices_beside_a_large_one_stay_within_the_cap(
     plan = plan_layout(layout, config, resolve(config), storage=torch.bfloat16)
     allowed = max([cap_mib * MIB, *(o.need_bytes for o in plan.oversize)])
     assert max(plan.peak_bytes()) <= allowed
-
-
-def test_replicas_share_the_matrices() -> None:
-    layout = whole_parameters(*[(8, 8)] * 6, (4, 4), world=2)
-    costs = [MODEL.flops(m.rows, m.cols) for m in layout.matrices]
-    rows = split_over_replicas(layout, costs, 3)
-    assert sorted(i for row in rows for i in row) == list(range(7))
-    assert Counter(len(row) for row in rows) == {2: 2, 3: 1}
-    part = restrict(layout, rows[1])
-    assert part.matrices == tuple(layout.matrices[i] for i in rows[1])
-    assert part.fragments == tuple(layout.fragments[i] for i in rows[1])

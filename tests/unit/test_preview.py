@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 
 from ds_muon.preview.cli import build_model, main
 from ds_muon.preview.config_file import read_config
-from ds_muon.preview.record import preview, read_subject
+from ds_muon.preview.record import preview
+from ds_muon.preview.subject import read_subject
 
 EXAMPLES = Path(__file__).parents[2] / "ds_config_examples"
 MODEL = "tests.harness.models:LlamaLike"
@@ -73,8 +74,8 @@ def test_warnings_name_the_sub_groups_and_the_cap() -> None:
         "optimizer": {"type": "DMuon", "params": {"workspace_mb": 4}},
         "zero_optimization": {"stage": 3, "sub_group_size": 1_000_000},
     }
-    found, plans = preview(read_subject(model, read_config(config)), world_size=4)
-    assert len(plans) == 2
+    found, run = preview(read_subject(model, read_config(config)), world_size=4)
+    assert len(run.sets) == 2
     assert any("sub_group_size = 1,000,000" in w for w in found.warnings)
     assert any("exceed workspace_mb = 4" in w and "0.weight" in w for w in found.warnings)
     assert max(found.workspace_bytes) > 4 * 2**20
