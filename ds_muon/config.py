@@ -27,9 +27,9 @@ class HsdpConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    shard_size: int = Field(ge=1, description="ranks in one shard group (G)")
+    shard_size: int = Field(ge=1, description="consecutive ranks that ZeRO partitions over")
     publish: Literal["async", "sync"] = Field(
-        "async", description="how updates reach the other replicas"
+        "async", description="updates reach other replicas under the next forward, or in the step"
     )
 
 
@@ -119,7 +119,7 @@ class DMuonConfig(BaseModel):
         "them until the step (Z2); null = ZeRO's own",
     )
     param_source: Literal["shards", "owner_broadcast"] = Field(
-        "shards", description="where ZeRO-3 takes matrices from"
+        "shards", description="ZeRO-3: gather matrices from shards, or packed from their owners"
     )
     hide_param_gather: bool = Field(
         False, description="ZeRO-1/2: run the parameter gather under the next forward"
@@ -128,7 +128,9 @@ class DMuonConfig(BaseModel):
         True,
         description="ZeRO-1/2: gradients reduced to their rank only; no effect in this version",
     )
-    hsdp: HsdpConfig | None = Field(None, description="replicate x shard groups")
+    hsdp: HsdpConfig | None = Field(
+        None, description='ZeRO over rows of ranks that are replicas: {"shard_size": 8}'
+    )
     include: tuple[str, ...] = Field((), description="globs: parameters to train with Muon")
     exclude: tuple[str, ...] = Field((), description="globs: parameters to train with AdamW; wins")
     split: dict[str, dict[str, Any]] = Field(

@@ -77,12 +77,13 @@ def choices(annotation: Any) -> str:
 
 def nested_rows(key: str, annotation: Any) -> list[str]:
     """Rows of a key whose value is an object."""
-    if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-        return []
+    candidates = (annotation, *get_args(annotation))
+    models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
     return [
-        f"| `{key}.{name}` | {shown(field.default)} | {field.description} | "
-        f"{choices(field.annotation)} |"
-        for name, field in annotation.model_fields.items()
+        f"| `{key}.{name}` | {'required' if field.is_required() else shown(field.default)} | "
+        f"{field.description} | {choices(field.annotation)} |"
+        for model in models
+        for name, field in model.model_fields.items()
     ]
 
 

@@ -58,6 +58,9 @@ class Publisher:
         tables: per plan, plan/replicas.py's messages of this column.
         arrived: called with a plan's index and a fragment that an update has changed.
         hidden: leave updates under way when a step ends; otherwise it ends with all applied.
+
+    Attributes:
+        peak_numel: most elements of updates that were under way at a time.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Publisher:
         self._packing: dict[int, Tensor] = {}
         self._travelling: list[_Travelling] = []
         self._waits: list[tuple[object, object]] = []
+        self.peak_numel = 0
 
     @property
     def pending(self) -> bool:
@@ -117,6 +121,9 @@ class Publisher:
                     length=length,
                 )
             )
+
+        under_way = sum(item.message.numel for item in self._travelling)
+        self.peak_numel = max(self.peak_numel, under_way)
 
     def buckets(self, plan: int) -> int:
         """Most buckets that any replica has in a plan."""

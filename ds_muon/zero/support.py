@@ -70,6 +70,11 @@ SUPPORTED: tuple[Supported, ...] = (
         precision="fp32, bf16, fp16",
         test="tests/distributed/test_parity.py, test_layouts.py, test_fp16.py",
     ),
+    Supported(
+        regime="HSDP on ZeRO-1, 2, 3 (`hsdp`), with and without zero.Init",
+        precision="fp32, bf16, fp16",
+        test="tests/distributed/test_hsdp.py, test_hsdp_checkpoint.py",
+    ),
 )
 
 
