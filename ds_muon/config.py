@@ -268,6 +268,9 @@ def _one_line(item: Any, given: Mapping[str, Any]) -> str:
         return f"optimizer.params: {message}"
     annotation = DMuonConfig.model_fields[where[0]].annotation
     known = list(_nested_fields(annotation))
+    if item["type"] in ("model_type", "model_attributes_type"):
+        keys = ", ".join(known)
+        return f"optimizer.params.{where[0]} must be an object of {keys}; got {item['input']!r}"
     if known and len(item["loc"]) > 1:
         where.append(item["loc"][1])
         if item["type"] == "extra_forbidden":

@@ -14,7 +14,14 @@ from deepspeed.utils import safe_get_full_optimizer_state
 
 import ds_muon.run.step as step_module
 from ds_muon.zero.hsdp import step as hsdp_step
-from tests.distributed.test_parity import MATRIX_TOLERANCE, REST_TOLERANCE, errors, train
+from tests.distributed.test_lifetimes import MODELS
+from tests.distributed.test_parity import (
+    BF16_TOLERANCE,
+    MATRIX_TOLERANCE,
+    REST_TOLERANCE,
+    errors,
+    train,
+)
 from tests.harness import models, ranks, reference
 from tests.harness.training import (
     counting_collectives,
@@ -57,6 +64,18 @@ def test_parity_with_one_process(world: int, shard_size: int, stage: int, zero_i
     assert len({float(o["norm"]) for o in out}) == 1
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_parity_in_low_precision(stage: int, dtype: str) -> None:
+    extra = {"fp16": {"enabled": True, "loss_scale": 128}} if dtype == "fp16" else {}
+    params = hsdp(2, ns_dtype=None)
+    out = ranks.run(4, train, stage=stage, dtype=dtype, clip=0.5, params=params, **extra)
+    matrices, rest = errors(out[0]["masters"], settings=reference.Settings(clip=0.5))
+    print(f"{dtype} stage {stage}: {matrices:.2e}, rest {rest:.2e}")
+    assert matrices < BF16_TOLERANCE and rest < BF16_TOLERANCE
+    assert len({o["digest"] for o in out}) == 1
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_row_of_one_rank(stage: int) -> None:
     out = ranks.run(2, train, stage=stage, clip=0.5, params=hsdp(1, hide_param_gather=stage == 1))
@@ -79,13 +98,15 @@ def local_digests(
     steps: int = 5,
     dtype: str = "fp32",
     zero: dict[str, Any] | None = None,
+    kind: str = "plain",
 ) -> list[str]:
     """Run on a rank: hashes of this rank's master weights before every step.
 
     After a forward and a backward everything was needed, so that every update has been applied.
     """
     config = ds_config(stage, params=params, dtype=dtype, clip=0.5, accumulation=2, zero=zero)
-    engine = start_engine(config)
+    with mock.patch.object(models, "LlamaLike", MODELS[kind]):
+        engine = start_engine(config)
     leaves = {str(i): leaf for i, leaf in enumerate(engine.basic_optimizer.binding.leaves)}
     found = []
     step = engine.optimizer.step
@@ -133,7 +154,8 @@ def test_publishing_and_hiding_change_no_bit(stage: int, dtype: str) -> None:
 CELLS = [
     ("sync", None, "shards", {}),
     ("async", None, "owner_broadcast", BARE),
-    ("async", True, "shards", {}),
+    # Prefetch meets updates that are under way.
+    ("async", True, "shards", {**BARE, "stage3_prefetch_bucket_size": 5000}),
     ("sync", True, "owner_broadcast", BARE),
     ("async", False, "owner_broadcast", {}),
     ("sync", False, "shards", BARE),
@@ -157,6 +179,18 @@ def test_publishing_lifetimes_and_sources_change_no_bit(dtype: str) -> None:
     # A small sub_group_size makes other leaves, so its hashes are compared among replicas only.
     assert all(run == runs[0] for run in runs[:-1])
     assert runs[-1][0] == runs[-1][2]
+
+
+@pytest.mark.parametrize("kind", [k for k in MODELS if k != "plain"])
+def test_checkpointed_and_repeated_modules_change_no_bit(kind: str) -> None:
+    sync, hidden = (
+        ranks.run(4, local_digests, stage=3, kind=kind, params=params, zero=zero)
+        for params, zero in (
+            (hsdp(2, "sync"), {}),
+            (hsdp(2, reshard_after_forward=False, param_source="owner_broadcast"), BARE),
+        )
+    )
+    assert sync == hidden
 
 
 def memory() -> dict[str, Any]:

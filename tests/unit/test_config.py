@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from ds_muon.config import DMuonConfig, parse, reserved_keys
+from ds_muon.config import DMuonConfig, parse, require_stage, reserved_keys
 from ds_muon.ortho.recipes import resolve
 
 
@@ -103,6 +103,41 @@ def test_keys_of_deepspeeds_adamw_are_accepted() -> None:
 def test_the_list_of_keys_is_the_contract() -> None:
     """A key is an interface: adding or dropping one has to be said here."""
     assert len(DMuonConfig.model_fields) == 43
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (8, "hsdp must be an object of shard_size, publish; got 8"),
+        ({"shard_size": 0}, "hsdp.shard_size"),
+        ({"shardsize": 2}, "did you mean 'shard_size'"),
+        ({"shard_size": 2, "publish": "later"}, "hsdp.publish"),
+    ],
+)
+def test_hsdp_is_checked(value: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse({"hsdp": value})
+    assert parse({"hsdp": {"shard_size": 8}}).hsdp.publish == "async"
+
+
+@pytest.mark.parametrize(
+    ("params", "stages", "words"),
+    [
+        ({"hsdp": {"shard_size": 2}}, (1, 2, 3), "hsdp"),
+        ({"param_source": "owner_broadcast"}, (3,), "param_source"),
+        ({"hide_param_gather": True}, (1, 2), "hide_param_gather"),
+        ({"reshard_after_forward": False}, (3,), "reshard_after_forward"),
+    ],
+)
+def test_keys_name_the_stages_they_are_for(
+    params: dict[str, object], stages: tuple[int, ...], words: str
+) -> None:
+    for stage in range(4):
+        if stage in stages:
+            require_stage(parse(params), stage)
+        else:
+            with pytest.raises(ValueError, match=f"{words}.*stage is {stage}"):
+                require_stage(parse(params), stage)
 
 
 def test_metrics_are_off_by_default_and_checked() -> None:
