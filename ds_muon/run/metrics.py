@@ -166,8 +166,7 @@ class Recorder:
     ) -> None:
         self._every, self._share, self._copies = every, share, copies
         self._buckets = [describe_buckets(plan, rank) for plan in plans]
-        loads = [sum(costs) for costs in zip(*(p.owner_costs() for p in plans), strict=True)]
-        self._planned = max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
+        self._cost = float(sum(plan.owner_costs()[rank] for plan in plans))
         self._memory = memory
         self._clock = Clock(device)
         self.sinks = list(sinks)
@@ -227,17 +226,18 @@ class Recorder:
         buckets = self._finished_buckets()
         phases = [sum(b.milliseconds[p] for b in buckets) for p in PHASES]
         squares = [_total(values) for values in self._squares.values()]
-        shared = self._share([*phases, *squares, *(float(n) for n in self._numel.values())])
+        numels = [float(n) for n in self._numel.values()]
+        shared = self._share([*phases, *squares, *numels, self._cost])
         columns = [list(column) for column in zip(*shared, strict=True)]
         times, sums = columns[:3], [sum(column) for column in columns[3:]]
         means = [sum(t) / len(t) for t in times]
-        update, grad, numel = sums[:2], sums[2:4], sums[4:]
+        update, grad, numel, cost = sums[:2], sums[2:4], sums[4:6], sums[6]
         self.last = StepStats(
             step=self.step,
             milliseconds=dict(zip(PHASES, means, strict=True)),
             milliseconds_max={p: max(t) for p, t in zip(PHASES, times, strict=True)},
             ns_balance=max(times[1]) / means[1] if means[1] else 1.0,
-            planned_balance=self._planned,
+            planned_balance=max(columns[-1]) * len(columns[-1]) / cost if cost else 1.0,
             update_rms={
                 c: (u / n) ** 0.5 if n else 0.0
                 for c, u, n in zip(CLASSES, update, numel, strict=True)

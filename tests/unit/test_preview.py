@@ -161,6 +161,51 @@ def test_shard_sizes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert "stage 1, 2 or 3" in capsys.readouterr().err
 
 
+def test_a_shard_size_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    def best(*flags: str) -> int | None:
+        sizes = plan_json(capsys, "--world-size", "8", "--sweep-shard-size", *flags)["shard_sizes"]
+        return next((s["shard_size"] for s in sizes if s["recommended"]), None)
+
+    sizes = plan_json(capsys, "--world-size", "8", "--sweep-shard-size")["shard_sizes"]
+    weighted = {s["shard_size"]: s["weighted"] for s in sizes}
+    assert best() == min(weighted, key=weighted.get)
+    # Rows that stay in a node, and what crosses nodes is dear.
+    assert best("--ranks-per-node", "4", "--link-ratio", "100") == 4
+    need = {s["shard_size"]: s["state_bytes"] + s["workspace_bytes"] for s in sizes}
+    room = ["--memory-gib", str(need[8] * 1.01 / 2**30)]
+    assert need[8] < need[4]
+    assert best("--ranks-per-node", "4", "--link-ratio", "100", *room) == 8
+    assert best("--memory-gib", "1e-9") is None
+
+
+@pytest.mark.parametrize("publish", ["async", "sync"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_hsdp_is_planned_as_configured(
+    stage: int, publish: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((EXAMPLES / f"zero{stage}_hsdp.json").read_text())
+    config["optimizer"]["params"]["hsdp"] = {"shard_size": 2, "publish": publish}
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    arguments = ["plan", "--config", str(path), "--model", MODEL]
+    assert main([*arguments, "--world-size", "6", "--matrices", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["world_size"], found["shard_size"]) == (6, 2)
+    owners = {m["owner"] for m in found["matrices"]}
+    assert len(found["matrices"]) == 14 and owners == set(range(6))
+    assert all(h // 2 == m["owner"] // 2 for m in found["matrices"] for h in m["holders"])
+    dmuon = found["traffic"][1]
+    everything = found["matrix_numel"] + found["rest_numel"]
+    assert dmuon["replicate"] == pytest.approx(2 * (2 / 3) * everything / 2)
+    momentum = found["matrix_numel"] * 4 / 6
+    assert found["state_bytes"] == -(-(momentum + found["rest_numel"] * 8 / 2) // 1)
+    assert found["publish_bytes"] >= found["matrix_numel"] / 2 * 2
+    assert main([*arguments, "--world-size", "6"]) == 0
+    assert "3 replicas of 2" in capsys.readouterr().out
+    assert main([*arguments, "--world-size", "3"]) == 1
+    assert "shard_size = 2 must divide --world-size 3" in capsys.readouterr().err
+
+
 def test_tables_show_matrices_and_shard_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config", str(EXAMPLES / "zero2.json"), "--model", MODEL, "--world-size", "2"]
     assert (
