@@ -25,6 +25,7 @@ from ds_muon.ortho.update import apply_update, lr_factor
 from ds_muon.plan.layout import Fragment, Matrix
 from ds_muon.plan.replicas import Message
 from ds_muon.run.clock import Clock
+from ds_muon.run.streams import StreamOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ class _Travelling:
     buffer: Tensor
     pending: Pending
     length: Length
+    stream: torch.Stream | None
 
 
 class Publisher:
@@ -75,7 +77,7 @@ class Publisher:
     ) -> None:
         self._transport, self._spec, self._tables = transport, spec, tables
         self._device, self._arrived = device, arrived
-        self._clock = Clock(device)
+        self._clock, self._streams = Clock(device), StreamOrder(device)
         self.hidden = hidden
         self._slots = [
             {
@@ -119,9 +121,9 @@ class Publisher:
                     buffer=buffer,
                     pending=self._transport.broadcast(buffer, source=message.replica),
                     length=length,
+                    stream=self._streams.current(),
                 )
             )
-
         under_way = sum(item.message.numel for item in self._travelling)
         self.peak_numel = max(self.peak_numel, under_way)
 
@@ -135,19 +137,24 @@ class Publisher:
     @torch.no_grad()
     def settle(self, names: Collection[str] | None = None) -> None:
         """Wait for the updates of some matrices, by name, or of all, and apply them; local."""
-        if not self._travelling:
-            return
         left: list[_Travelling] = []
         for item in self._travelling:
             if names is not None and item.names.isdisjoint(names):
                 left.append(item)
                 continue
+            # The leaf and its 16-bit copy were written in the step, on the stream of the launch.
+            self._streams.follow(item.stream, item.buffer)
             start = self._clock.mark()
             item.pending.wait()
-            self._waits.append((start, self._clock.mark()))
+            if self.hidden:
+                self._waits.append((start, self._clock.mark()))
             if item.message.replica != self._transport.rank:
                 self._apply(item)
+        if len(left) < len(self._travelling):
+            self._streams.finish()
         self._travelling = left
+        if names is None:
+            self._streams.join()
 
     def _apply(self, item: _Travelling) -> None:
         length = item.length

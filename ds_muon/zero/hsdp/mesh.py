@@ -126,3 +126,5 @@ def _partition_parameters(module: nn.Module, mesh: Mesh) -> None:
         parameter.ds_tensor = None
         with torch.no_grad():
             parameter.partition([parameter], has_been_updated=True)
+        # Equal already, unless zero.Init was given a group of its own.
+        mesh.column.broadcast(parameter.ds_tensor.data, source=0).wait()

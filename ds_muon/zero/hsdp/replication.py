@@ -2,8 +2,8 @@
 """HSDP: replicas of one ZeRO partitioning, put together from plans, reductions and publishing.
 
 Owns: what one rank of the mesh needs beside its row's step engine, and its hooks in DeepSpeed:
-mesh.py partitions over rows, replicas.py overrides the step, publication.py says who waits,
-spread_state.py keeps checkpoints and accessors whole, gathered.py keeps replicas equal.
+mesh.py partitions over rows, step.py overrides the step, publication.py says who waits, state.py
+keeps checkpoints and accessors whole, gathered.py keeps replicas equal.
 """
 
 from __future__ import annotations
