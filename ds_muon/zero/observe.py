@@ -24,6 +24,7 @@ from ds_muon.routing import clean_name
 from ds_muon.run.metrics import MemoryProbe, Recorder, StepStats
 from ds_muon.run.step import StepEngine
 from ds_muon.run.verify import Verifier
+from ds_muon.zero.wrapping import after
 
 
 def recorder_for(
@@ -100,15 +101,5 @@ def verifier_for(
         masters=masters,
     )
     for name in ("load_checkpoint", "load_module_state_dict"):
-        setattr(engine, name, _then(getattr(engine, name), verifier.forget))
+        setattr(engine, name, after(getattr(engine, name), verifier.forget))
     return verifier
-
-
-def _then(function: Callable[..., Any], follow: Callable[[], None]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def both(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        follow()
-        return result
-
-    return both

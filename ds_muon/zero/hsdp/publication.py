@@ -19,6 +19,7 @@ from torch import Tensor
 from ds_muon.plan.layout import Fragment
 from ds_muon.run.publish import Publisher
 from ds_muon.zero.seams import private
+from ds_muon.zero.wrapping import before
 
 _ENGINE_READERS = ("save_checkpoint", "save_16bit_model", "load_checkpoint", "module_state_dict")
 _ZERO_READERS = (
@@ -69,22 +70,11 @@ def settle_before_reads(
     for owner, readers in ((engine, _ENGINE_READERS), (zero, _ZERO_READERS)):
         for name in readers:
             if hasattr(owner, name):
-                setattr(owner, name, settled(getattr(owner, name), publisher))
+                setattr(owner, name, before(getattr(owner, name), publisher.settle))
     engine.module.register_state_dict_pre_hook(lambda *_: publisher.settle())
     if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
         for parameter in engine.module.parameters():
             _settle_gathers(parameter, publisher, names)
-
-
-def settled(function: Callable[..., Any], publisher: Publisher) -> Callable[..., Any]:
-    """Return a function that settles all updates first."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        publisher.settle()
-        return function(*args, **kwargs)
-
-    return call
 
 
 def _settle_gathers(

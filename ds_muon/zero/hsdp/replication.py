@@ -27,7 +27,7 @@ from ds_muon.run.momentum import SpreadMomentum
 from ds_muon.run.publish import Publisher
 from ds_muon.zero.hsdp import gathered
 from ds_muon.zero.hsdp.mesh import Mesh
-from ds_muon.zero.hsdp.publication import low_precision_copies, settle_before_reads, settled
+from ds_muon.zero.hsdp.publication import low_precision_copies, settle_before_reads
 from ds_muon.zero.hsdp.state import (
     offload_with_states,
     pieces_of,
@@ -38,6 +38,7 @@ from ds_muon.zero.hsdp.state import (
 from ds_muon.zero.hsdp.step import ReplicatedStep
 from ds_muon.zero.leaves import LeafSet
 from ds_muon.zero.seams import private
+from ds_muon.zero.wrapping import after, before
 
 _FP32 = 4
 
@@ -113,7 +114,7 @@ class Replication:
             hook = self._flat_hook(world, pieces)
             hook()
             # Reloading offloaded states binds the accessors anew.
-            zero._link_all_hp_params = _then(private(zero, "_link_all_hp_params"), hook)
+            zero._link_all_hp_params = after(private(zero, "_link_all_hp_params"), hook)
         matrices = {
             id(p): frozenset(placement.matrix.name for placement in route.placements)
             for p, route in parameters
@@ -152,7 +153,8 @@ class Replication:
                 next(rows) if s.kind == MUON else None,
                 self._mesh.shard,
                 leaf_numel=s.tensors[0].numel(),
-                chunk_numel=self._config.workspace_mb * MIB // _FP32,
+                # Two chunks are under way at a time.
+                chunk_numel=self._config.workspace_mb * MIB // (2 * _FP32),
             )
             for s in self._sets
         ]
@@ -164,7 +166,8 @@ class Replication:
                     continue
                 share_flat_accessors(parameter, world, pieces)
                 for name in ("get_full_hp_param", "set_full_hp_param"):
-                    setattr(parameter, name, settled(getattr(parameter, name), self.publisher))
+                    reader = before(getattr(parameter, name), self.publisher.settle)
+                    setattr(parameter, name, reader)
 
         return hook
 
@@ -184,12 +187,3 @@ class SettledSteps:
     def finish(self) -> None:
         """See Observer."""
         self._publisher.settle()
-
-
-def _then(function: Callable[..., Any], follow: Callable[[], None]) -> Callable[..., Any]:
-    def both(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        follow()
-        return result
-
-    return both

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from ds_muon.comm.transport import Pending
 from ds_muon.zero.seams import DeepSpeedTransport, private
+from ds_muon.zero.wrapping import before
 
 # Everything that reads weights without a forward.
 _READERS = ("save_checkpoint", "save_16bit_model", "load_checkpoint", "module_state_dict")
@@ -162,17 +163,9 @@ class HiddenGather:
         self._module.register_forward_hook(self._after_forward, always_call=True)
         self._module.register_state_dict_pre_hook(lambda *_: self.wait())
         for name in _READERS:
-            setattr(engine, name, self._waiting(private(engine, name)))
+            setattr(engine, name, before(private(engine, name), self.wait))
         if not any(getattr(m, "_compiled_call_impl", None) for m in self._module.modules()):
             self._record(engine)
-
-    def _waiting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.wait()
-            return function(*args, **kwargs)
-
-        return call
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if self._pending or self._late:

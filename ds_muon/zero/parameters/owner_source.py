@@ -23,6 +23,7 @@ from ds_muon.comm.transport import Transport
 from ds_muon.routing import Route
 from ds_muon.run.packed import Fetched, PackedOwners, SourcedMatrix
 from ds_muon.zero.seams import private
+from ds_muon.zero.wrapping import after
 
 
 class OwnerSource:
@@ -51,18 +52,12 @@ class OwnerSource:
         for parameter in engine.module.parameters():
             self._override(parameter)
         zero = engine.optimizer
-        zero.step = self._then_stale(zero.step)
-        zero.load_state_dict = self._then_stale(zero.load_state_dict)
+        zero.step = after(zero.step, self._invalidate)
+        zero.load_state_dict = after(zero.load_state_dict, self._invalidate)
 
-    def _then_stale(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            for packed in self._packed.values():
-                packed.invalidate()
-            return result
-
-        return call
+    def _invalidate(self) -> None:
+        for packed in self._packed.values():
+            packed.invalidate()
 
     def _override(self, parameter: Any) -> None:
         gather, partition = private(parameter, "all_gather_coalesced"), parameter.partition
