@@ -19,15 +19,23 @@ from typing import Any
 from unittest import mock
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
 import ds_muon.run.step
+from scripts.tables import show
 from tests.harness import models, ranks
 from tests.harness.memory import peak_allocated
 from tests.harness.training import counting_collectives, ds_config, start_engine
 
+TEXT = (
+    "Elements are what a rank receives from others, reductions as in a ring, on average over "
+    "ranks unless it says busiest. The step is `engine.step()`; under ZeRO-1/2 it includes the "
+    "gather of parameters, and the all-reduce of gradients comes before it. The peak is live "
+    "tensor bytes beyond those between steps, of the rank that has most; DMuon's preallocated "
+    "workspace lives between steps. Gloo receives an all-gather into a copy of its own. At "
+    "stage 3 a model this small stays gathered between forward and backward (ZeRO's reuse "
+    "distance), so its parameters cost U = 3/4 P there, not 2U."
+)
 COLUMNS = (
     "optimizer",
     "stage",
@@ -160,37 +168,17 @@ def main() -> None:
                 ]
             )
     title = f"{args.ranks} ranks, {parameters:,} parameters (P), bf16, one optimizer step"
-    table = Table(*COLUMNS, title=title)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=140).print(table)
-    if args.save:
-        args.save.parent.mkdir(parents=True, exist_ok=True)
-        args.save.write_text(page(args, title, rows))
-
-
-def page(args: argparse.Namespace, title: str, rows: list[list[str]]) -> str:
-    """The table as Markdown, with the command that made it."""
     stages = " ".join(map(str, args.stages))
-    lines = [
-        "# Elements, calls, flops and memory, counted",
-        "",
-        f"`python -m scripts.bench_comm --ranks {args.ranks} --width {args.width} "
-        f"--layers {args.layers} --stages {stages} --save {args.save}` wrote this page: {title}.",
-        "",
-        "Elements are what a rank receives from others, reductions as in a ring, on average over "
-        "ranks unless it says busiest. The step is `engine.step()`; under ZeRO-1/2 it includes the "
-        "gather of parameters, and the all-reduce of gradients comes before it. The peak is live "
-        "tensor bytes beyond those between steps, of the rank that has most; DMuon's preallocated "
-        "workspace lives between steps. Gloo receives an all-gather into a copy of its own. At "
-        "stage 3 a model this small stays gathered between forward and backward (ZeRO's reuse "
-        "distance), so its parameters cost U = 3/4 P there, not 2U.",
-        "",
-        f"| {' | '.join(COLUMNS)} |",
-        f"|{'---|' * len(COLUMNS)}",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
-    return "\n".join(lines) + "\n"
+    show(
+        title,
+        COLUMNS,
+        rows,
+        save=args.save,
+        heading="Elements, calls, flops and memory, counted",
+        command=f"python -m scripts.bench_comm --ranks {args.ranks} --width {args.width} "
+        f"--layers {args.layers} --stages {stages}",
+        text=TEXT,
+    )
 
 
 if __name__ == "__main__":

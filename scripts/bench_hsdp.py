@@ -17,13 +17,20 @@ from unittest import mock
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from rich.console import Console
-from rich.table import Table
 
 from scripts.bench_comm import models_parameters
+from scripts.tables import show
 from tests.harness import models, ranks
 from tests.harness.training import counting_collectives, ds_config, start_engine
 
+TEXT = (
+    "Elements that a rank receives from others, mean over ranks, by the collective's group: "
+    "inside its row (ZeRO's gradients and parameters, and the exchange) and down its column "
+    "(gradients reduced, updates published). Momentum is what a rank keeps between steps; "
+    "updates are the elements of own and other replicas' updates under way at their most; live "
+    "matrices are counted between forward and backward. ZeRO-3's reuse, prefetch and "
+    "persistence are at 0."
+)
 COLUMNS = (
     "stage",
     "replicas x shard",
@@ -121,35 +128,17 @@ def main() -> None:
                 cells = [f"{mean[key] / mean['parameters']:.3f} P" for key in keys]
                 rows.append([str(stage), f"{args.ranks // size} x {size}", shown or "-", *cells])
     title = f"{args.ranks} ranks, {int(mean['parameters']):,} parameters (P), bf16, one iteration"
-    table = Table(*COLUMNS, title=title)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=160).print(table)
-    if args.save:
-        args.save.write_text(page(args, title, rows))
-
-
-def page(args: argparse.Namespace, title: str, rows: list[list[str]]) -> str:
-    """The table as Markdown, with the command that made it."""
     stages = " ".join(map(str, args.stages))
-    lines = [
-        "# HSDP, lifetimes and parameter sources, counted",
-        "",
-        f"`python -m scripts.bench_hsdp --ranks {args.ranks} --width {args.width} "
-        f"--layers {args.layers} --stages {stages} --save {args.save}` wrote this page: {title}.",
-        "",
-        "Elements that a rank receives from others, mean over ranks, by the collective's group: "
-        "inside its row (ZeRO's gradients and parameters, and the exchange) and down its column "
-        "(gradients reduced, updates published). Momentum is what a rank keeps between steps; "
-        "updates are the elements of own and other replicas' updates under way at their most; live "
-        "matrices are counted between forward and backward. ZeRO-3's reuse, prefetch and "
-        "persistence are at 0.",
-        "",
-        f"| {' | '.join(COLUMNS)} |",
-        f"|{'---|' * len(COLUMNS)}",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
-    return "\n".join(lines) + "\n"
+    show(
+        title,
+        COLUMNS,
+        rows,
+        save=args.save,
+        heading="HSDP, lifetimes and parameter sources, counted",
+        command=f"python -m scripts.bench_hsdp --ranks {args.ranks} --width {args.width} "
+        f"--layers {args.layers} --stages {stages}",
+        text=TEXT,
+    )
 
 
 if __name__ == "__main__":
