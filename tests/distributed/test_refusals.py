@@ -154,15 +154,15 @@ def test_a_bad_key_on_one_rank_stops_all_ranks() -> None:
 
 def other_version() -> str:
     """Run on a rank: rank 1 has another torch."""
-    import ds_muon.zero.attach as attach
+    import ds_muon.zero.prepare as prepare
 
-    real = attach.version
+    real = prepare.version
     rank = torch.distributed.get_rank()
 
     def version(package: str) -> str:
         return "9.9" if rank == 1 and package == "torch" else real(package)
 
-    with mock.patch.object(attach, "version", version):
+    with mock.patch.object(prepare, "version", version):
         return error_of(stage=2)
 
 
