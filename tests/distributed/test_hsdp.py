@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 from unittest import mock
@@ -121,10 +122,14 @@ def local_digests(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_replicas_stay_equal_for_50_steps(stage: int) -> None:
-    out = ranks.run(4, local_digests, stage=stage, params=hsdp(2), steps=50)
-    assert len(set(out[0])) == 50
-    assert out[0] == out[2] and out[1] == out[3] and out[0] != out[1]
+@pytest.mark.parametrize(("world", "shard_size"), SHAPES)
+def test_replicas_stay_equal_after_every_step(world: int, shard_size: int, stage: int) -> None:
+    steps = 50 if world == 4 or os.environ.get("DS_MUON_FULL_GRID") else 8
+    out = ranks.run(world, local_digests, stage=stage, params=hsdp(shard_size), steps=steps)
+    assert all(len(set(o)) == steps for o in out)
+    for rank in range(world):
+        assert out[rank] == out[rank % shard_size]
+    assert out[0] != out[1]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
