@@ -105,7 +105,20 @@ def local_digests(
 
     After a forward and a backward everything was needed, so that every update has been applied.
     """
-    config = ds_config(stage, params=params, dtype=dtype, clip=0.5, accumulation=2, zero=zero)
+    # Updates are applied after the scheduler has moved on, with the lr of their step.
+    scheduler = {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 2e-2, "warmup_num_steps": steps, "warmup_type": "linear"},
+    }
+    config = ds_config(
+        stage,
+        params=params,
+        dtype=dtype,
+        clip=0.5,
+        accumulation=2,
+        zero=zero,
+        scheduler=scheduler,
+    )
     with mock.patch.object(models, "LlamaLike", MODELS[kind]):
         engine = start_engine(config)
     leaves = {str(i): leaf for i, leaf in enumerate(engine.basic_optimizer.binding.leaves)}
