@@ -27,7 +27,9 @@ class HsdpConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    shard_size: int = Field(ge=1, description="consecutive ranks that ZeRO partitions over")
+    shard_size: int = Field(
+        ge=1, strict=True, description="consecutive ranks that ZeRO partitions over"
+    )
     publish: Literal["async", "sync"] = Field(
         "async", description="updates reach other replicas under the next forward, or in the step"
     )
@@ -115,21 +117,22 @@ class DMuonConfig(BaseModel):
     preallocate_workspace: bool = Field(True, description="keep the working memory between steps")
     reshard_after_forward: bool | None = Field(
         None,
-        description="ZeRO-3: true frees matrices after each forward and backward (Z3), false keeps "
+        description="ZeRO-3 only: true frees matrices after each forward and backward (Z3), false keeps "
         "them until the step (Z2); null = ZeRO's own",
     )
     param_source: Literal["shards", "owner_broadcast"] = Field(
-        "shards", description="ZeRO-3: gather matrices from shards, or packed from their owners"
+        "shards",
+        description="ZeRO-3 only: gather matrices from shards, or packed from their owners",
     )
     hide_param_gather: bool = Field(
-        False, description="ZeRO-1/2: run the parameter gather under the next forward"
+        False, description="ZeRO-1/2 only: run the parameter gather under the next forward"
     )
     reduce_scatter_v: bool = Field(
         True,
         description="ZeRO-1/2: gradients reduced to their rank only; no effect in this version",
     )
     hsdp: HsdpConfig | None = Field(
-        None, description='ZeRO over rows of ranks that are replicas: {"shard_size": 8}'
+        None, description='ZeRO-1/2/3 over rows of ranks that are replicas: {"shard_size": 8}'
     )
     include: tuple[str, ...] = Field((), description="globs: parameters to train with Muon")
     exclude: tuple[str, ...] = Field((), description="globs: parameters to train with AdamW; wins")
@@ -184,8 +187,11 @@ _RESERVED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def require_stage(config: DMuonConfig, stage: int) -> None:
+def require_stage(config: DMuonConfig, stage: int, *, bf16_optimizer: bool) -> None:
     """Refuse keys that mean nothing at a ZeRO stage.
+
+    Args:
+        bf16_optimizer: DeepSpeed replaces ZeRO-1's optimizer by its BF16_Optimizer.
 
     Raises:
         ValueError: names the key, the rule, the stage and the remedy.
@@ -207,6 +213,16 @@ def require_stage(config: DMuonConfig, stage: int) -> None:
             "optimizer.params.hsdp replicates what ZeRO shards, and zero_optimization.stage is "
             f"{stage}; remove the key or use stage 1, 2 or 3"
         )
+    for key, asked in (
+        ("hsdp", config.hsdp is not None),
+        ("hide_param_gather", config.hide_param_gather),
+    ):
+        if asked and bf16_optimizer:
+            raise ValueError(
+                f"optimizer.params.{key} needs ZeRO's own optimizer, and ZeRO-1 with bf16 and "
+                "data_types.grad_accum_dtype = fp32 makes a BF16_Optimizer; remove the key, or "
+                "data_types.grad_accum_dtype, or use stage 2"
+            )
     if config.hide_param_gather and stage not in (1, 2):
         raise ValueError(
             "optimizer.params.hide_param_gather hides the gather at the end of ZeRO-1 and ZeRO-2 "

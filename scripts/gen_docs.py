@@ -33,12 +33,14 @@ RULES = """
   Muon, since Newton-Schulz ignores scale: freeze what must stand still (requires_grad), or
   `exclude` it. Under ZeRO-1, 2 and 3 DeepSpeed's own reduction needs every
   rank's backward to reach the same parameters, whatever the optimizer.
+- `hsdp` needs ZeRO's own optimizers: BF16_Optimizer is refused with it and with
+  `hide_param_gather`.
 - `get_global_grad_norm()` is the norm of the raw gradient. It is None where DeepSpeed has none:
   `compute_grad_norm: false`, and fp32 without ZeRO when `gradient_clipping` is 0.
 - An output head is AdamW's where it shares the embedding's weight or is called {heads}; name any
   other in `exclude`.
 - A checkpoint is resumed with the same number of ranks, ZeRO stage and wrapper (without ZeRO: any
-  number of ranks). A checkpoint of another optimizer gives its weights with
+  number of ranks; with `hsdp`: the same shard_size and any number of replicas). A checkpoint of another optimizer gives its weights with
   `load_optimizer_states=False`.
 - DeepSpeed 0.19.8's `safe_get_full_*` return other parameters' elements under
   `round_robin_gradients`, for any optimizer; training is not affected.

@@ -58,12 +58,14 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--plot", type=Path, help="write the owners' Newton-Schulz load as an image")
     plan.add_argument("--matrices", action="store_true", help="list holders and owner of each")
     plan.add_argument("--sweep-shard-size", action="store_true", help="compare HSDP shard sizes")
-    plan.add_argument("--ranks-per-node", type=int, default=8, help="for --sweep-shard-size")
+    plan.add_argument(
+        "--ranks-per-node", type=int, default=8, help="default 8, for --sweep-shard-size"
+    )
     plan.add_argument(
         "--link-ratio",
         type=float,
         default=8.0,
-        help="bandwidth inside a node over that between nodes, for --sweep-shard-size",
+        help="bandwidth inside a node over that between nodes, default 8, for --sweep-shard-size",
     )
     plan.add_argument("--memory-gib", type=float, help="per rank, for --sweep-shard-size")
     plan.add_argument("--tflops", type=float, help="Newton-Schulz rate of a rank, for times")

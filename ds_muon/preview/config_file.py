@@ -38,6 +38,10 @@ class _Zero(BaseModel):
     offload_param: _Offload | None = None
 
 
+class _DataTypes(BaseModel):
+    grad_accum_dtype: str | None = None
+
+
 class ConfigFile(BaseModel):
     """What is read of ds_config.json; other keys are DeepSpeed's."""
 
@@ -45,6 +49,7 @@ class ConfigFile(BaseModel):
     zero_optimization: _Zero = _Zero()
     bf16: _Precision = _Precision()
     fp16: _Precision = _Precision()
+    data_types: _DataTypes = _DataTypes()
 
     @property
     def params(self) -> DMuonConfig:
@@ -55,6 +60,12 @@ class ConfigFile(BaseModel):
     def low_precision(self) -> bool:
         """Whether weights are 16 bit; "auto" counts as bf16, which trainers choose."""
         return bool(self.bf16.enabled or self.fp16.enabled)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an accumulated gradient's element."""
+        kind = self.data_types.grad_accum_dtype
+        return {None: 2 if self.low_precision else 4, "fp32": 4}.get(kind, 2)
 
     @property
     def zero_settings(self) -> ZeroSettings:
@@ -113,4 +124,5 @@ def _require_usable(found: ConfigFile) -> None:
                 f"zero_optimization.{name}.device is {offload.device!r}, which DMuon does not "
                 "support; remove it"
             )
-    require_stage(found.params, zero.stage)
+    bf16_optimizer = bool(found.bf16.enabled) and found.gradient_bytes == 4 and zero.stage == 1
+    require_stage(found.params, zero.stage, bf16_optimizer=bf16_optimizer)

@@ -65,7 +65,7 @@ def _facts(found: Preview) -> list[tuple[str, str]]:
         ("makespan over the bound", f"{found.makespan_over_bound:.3f}"),
         ("bound: sum/N, largest, two that share", f"{mean:.3g}, {largest:.3g}, {shared:.3g} flops"),
         ("optimizer state per rank", f"{found.state_bytes / _MIB:,.1f} MiB"),
-        ("the same for AdamW", f"{found.adamw_state_bytes / _MIB:,.1f} MiB"),
+        ("the same for AdamW over all ranks", f"{found.adamw_state_bytes / _MIB:,.1f} MiB"),
         (
             "exchange and iteration at peak",
             f"{max(workspace) / _MIB:,.1f} MiB, {average / _MIB:,.1f} on average",
@@ -137,7 +137,9 @@ def print_sweep(rows: Sequence[ShardSize], cluster: Cluster) -> None:
         f"{cluster.link_ratio:g} times"
     )
     if best is None:
-        console.print("no shard size fits the memory given; use ZeRO-3, or more ranks")
+        console.print(
+            "no shard size fits the memory given: more ranks, offload, or a higher ZeRO stage"
+        )
     elif best.replicas == 1:
         console.print(f"recommended: no hsdp ({rule})", soft_wrap=True)
     else:

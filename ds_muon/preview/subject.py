@@ -81,6 +81,7 @@ class Subject:
     settings: ZeroSettings
     table: RoutingTable
     low_precision: bool
+    gradient_bytes: int
     warning: str | None
 
     @property
@@ -149,5 +150,6 @@ def read_subject(model: nn.Module, ds_config: ConfigFile) -> Subject:
         settings=ds_config.zero_settings,
         table=table,
         low_precision=ds_config.low_precision,
+        gradient_bytes=ds_config.gradient_bytes,
         warning=table.require_matrices(),
     )

@@ -116,10 +116,17 @@ def _row(subject: Subject, found: Preview, cluster: Cluster) -> ShardSize:
 
 
 def _state_bytes(subject: Subject, found: Preview) -> int:
-    """Weights and gradients as the stage shards them, fp32 masters, and optimizer state."""
-    stage, size = subject.settings.stage, found.shard_size
+    """Weights and gradients as the stage shards them, fp32 masters, and optimizer state.
+
+    Matrices that are held until the step (Z2), or whole on their owners, are held beside shards.
+    """
+    stage, size, config = subject.settings.stage, found.shard_size, subject.config
     numel = subject.matrix_numel + subject.rest_numel
     element = 2 if subject.low_precision else _FP32
-    weights = element / (size if stage == 3 else 1)
-    gradients = element / (size if stage >= 2 else 1)
-    return round(numel * (weights + gradients + _FP32 / size)) + found.state_bytes
+    weights = element * numel / (size if stage == 3 else 1)
+    if stage == 3 and config.reshard_after_forward is False:
+        weights += element * subject.matrix_numel
+    if config.param_source == "owner_broadcast":
+        weights += element * subject.matrix_numel / size
+    gradients = subject.gradient_bytes * numel / (size if stage >= 2 else 1)
+    return round(weights + gradients + _FP32 * numel / size) + found.state_bytes

@@ -204,17 +204,38 @@ def _describe(
     plans: Sequence[Plan], engine: StepEngine, prepared: Preparation, communicator: int
 ) -> str:
     """Say in a few words what the matrix half will do per step."""
-    world_size = prepared.row.world_size
+    world_size, mesh, config = prepared.row.world_size, prepared.mesh, prepared.config
     matrices = sum(len(p.layout.matrices) for p in plans)
     loads = [sum(flops) for flops in zip(*(p.owner_flops() for p in plans), strict=True)]
     received = [sum(numels) for numels in zip(*(p.received_numel() for p in plans), strict=True)]
     balance = max(loads) * world_size / sum(loads) if sum(loads) else 1.0
     chosen = ", ".join(sorted({p.exchange for p in plans})) or "nothing"
-    why = "least predicted bytes and calls" if prepared.config.exchange == "auto" else "as asked"
+    why = "least predicted bytes and calls" if config.exchange == "auto" else "as asked"
+    where = ""
+    if mesh is not None and config.hsdp is not None:
+        where = (
+            f"hsdp: {mesh.replicas} replicas of {mesh.shard_size} ranks, publish "
+            f"{config.hsdp.publish}; replica {mesh.replica} owns "
+        )
     return (
-        f"plan: {matrices} matrices in {sum(len(p.routes) for p in plans)} buckets, exchange by "
-        f"{chosen} ({why}), busiest owner {balance:.2f} x the mean; per step a rank receives "
-        f"{sum(received) / world_size:,.0f} elements on average, {max(received, default=0):,} at "
-        f"most; exchange and iteration hold {engine.arena.nbytes / MIB:.1f} MiB here"
+        f"plan: {where}{matrices} matrices in {sum(len(p.routes) for p in plans)} buckets, "
+        f"exchange by {chosen} ({why}), busiest owner {balance:.2f} x the mean; per step a rank "
+        f"receives {sum(received) / world_size:,.0f} elements on average, "
+        f"{max(received, default=0):,} at most; exchange and iteration hold "
+        f"{engine.arena.nbytes / MIB:.1f} MiB here"
         + (f", the communicator {communicator / MIB:.0f} MiB" if communicator else "")
+        + _describe_parameters(prepared)
     )
+
+
+def _describe_parameters(prepared: Preparation) -> str:
+    config = prepared.config
+    said = []
+    if config.reshard_after_forward is not None:
+        until = "each use (Z3)" if config.reshard_after_forward else "the step (Z2)"
+        said.append(f"matrices stay gathered until {until}")
+    if config.param_source == "owner_broadcast" and prepared.row.world_size > 1:
+        said.append("matrices come from their owners")
+    if prepared.hides_gather:
+        said.append("the parameter gather runs under the next forward")
+    return "".join(f"; {text}" for text in said)

@@ -233,17 +233,11 @@ def refuse_unsupported(engine: Any, config: DMuonConfig) -> None:
                 f"DMuon does not support {refusal.regime} ({refusal.key}); {refusal.remedy}. "
                 "docs/support.md lists what it supports"
             )
-    require_stage(config, int(engine.zero_optimization_stage()))
-    for key, asked in (
-        ("hsdp", config.hsdp is not None),
-        ("hide_param_gather", config.hide_param_gather),
-    ):
-        if asked and _makes_bf16_optimizer(engine):
-            raise ValueError(
-                f"optimizer.params.{key} needs ZeRO's own optimizer, and ZeRO-1 with bf16 and "
-                "data_types.grad_accum_dtype = fp32 makes a BF16_Optimizer; remove the key, or "
-                "data_types.grad_accum_dtype, or use stage 2"
-            )
+    require_stage(
+        config,
+        int(engine.zero_optimization_stage()),
+        bf16_optimizer=_makes_bf16_optimizer(engine),
+    )
 
 
 def supported_table() -> str:

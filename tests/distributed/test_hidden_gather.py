@@ -132,6 +132,74 @@ def test_waits_happen_inside_the_next_forward(stage: int) -> None:
         assert waits[-1] > first_module, "a later module waits later"
 
 
+class Switching(models.LlamaLike):
+    """Outside training a weight is used early, by another module than its own."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens[:, :-1])
+        if not self.training:
+            x = x + 0.1 * nn.functional.linear(x, self.layers[1].attention.o_proj.weight)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.lm_head(self.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def evaluated(*, hide: bool, hsdp: bool) -> tuple[list[float], str]:
+    """Run on a rank: losses of an evaluation right after each step."""
+    params: dict[str, Any] = {"lr": 1e-2, "hide_param_gather": hide}
+    if hsdp:
+        params["hsdp"] = {"shard_size": 2}
+    # Small slices, so that waiting for one is not waiting for all.
+    config = ds_config(2, params=params, zero={"allgather_bucket_size": 300})
+    with mock.patch.object(models, "LlamaLike", Switching):
+        engine = start_engine(config)
+    losses = []
+    for batch in models.global_batches(4):
+        train_steps(engine, [batch])
+        engine.eval()
+        with torch.no_grad():
+            losses.append(float(engine(batch[:2])))
+        engine.train()
+    return losses, digest(masters(engine))
+
+
+@pytest.mark.parametrize("hsdp", [False, True])
+def test_a_forward_may_take_another_path_than_the_first(hsdp: bool) -> None:
+    shown, hidden = (ranks.run(4, evaluated, hide=hide, hsdp=hsdp) for hide in (False, True))
+    assert shown == hidden
+
+
+def moved(*, how: str, hide: bool, hsdp: bool) -> str:
+    """Run on a rank: weights are moved or replaced right after a step."""
+    params: dict[str, Any] = {"lr": 1e-2, "hide_param_gather": hide}
+    if hsdp:
+        params["hsdp"] = {"shard_size": 2}
+    engine = start_engine(ds_config(2, params=params, clip=0.5))
+    batches = models.global_batches(5)
+    train_steps(engine, batches[:1])
+    kept = {k: v.clone() for k, v in engine.module.state_dict().items()}
+    for batch in batches[1:]:
+        train_steps(engine, [batch])
+        if how == "offloaded":
+            engine.offload_states()
+            engine.reload_states()
+    if how == "replaced":
+        engine.module.load_state_dict(kept)
+        engine.optimizer.refresh_fp32_params()
+        train_steps(engine, batches[:1])
+    return digest(masters(engine))
+
+
+@pytest.mark.parametrize("how", ["offloaded", "replaced"])
+@pytest.mark.parametrize("hsdp", [False, True])
+def test_weights_may_be_moved_and_replaced_between_steps(how: str, hsdp: bool) -> None:
+    digests = {
+        d for hide in (False, True) for d in ranks.run(4, moved, how=how, hide=hide, hsdp=hsdp)
+    }
+    assert len(digests) == 1
+
+
 def saved(*, folder: str) -> tuple[str, str]:
     """Run on a rank: weights are read right after a step, without a forward between."""
     engine = start_engine(ds_config(2, params={"lr": 1e-2, "hide_param_gather": True}))

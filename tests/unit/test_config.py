@@ -134,10 +134,10 @@ def test_keys_name_the_stages_they_are_for(
 ) -> None:
     for stage in range(4):
         if stage in stages:
-            require_stage(parse(params), stage)
+            require_stage(parse(params), stage, bf16_optimizer=False)
         else:
             with pytest.raises(ValueError, match=f"{words}.*stage is {stage}"):
-                require_stage(parse(params), stage)
+                require_stage(parse(params), stage, bf16_optimizer=False)
 
 
 def test_metrics_are_off_by_default_and_checked() -> None:

@@ -13,6 +13,7 @@ from ds_muon.preview.cli import build_model, main
 from ds_muon.preview.config_file import read_config
 from ds_muon.preview.record import preview
 from ds_muon.preview.subject import read_subject
+from ds_muon.preview.sweep import Cluster, sweep_shard_sizes
 
 EXAMPLES = Path(__file__).parents[2] / "ds_config_examples"
 MODEL = "tests.harness.models:LlamaLike"
@@ -178,6 +179,27 @@ def test_a_shard_size_is_recommended(capsys: pytest.CaptureFixture[str]) -> None
     assert best("--memory-gib", "1e-9") is None
 
 
+def test_shard_sizes_hold_what_lifetimes_and_sources_hold() -> None:
+    def held(**params: Any) -> dict[int, int]:
+        config = json.loads((EXAMPLES / "zero3_hsdp.json").read_text())
+        config["optimizer"]["params"].pop("hsdp")
+        config["optimizer"]["params"].update(params)
+        subject = read_subject(build_model(MODEL), read_config(config))
+        sizes = sweep_shard_sizes(subject, world_size=4, cluster=Cluster())
+        return {size.shard_size: size.state_bytes for size in sizes}
+
+    base, z2 = held(), held(reshard_after_forward=False)
+    owners = held(param_source="owner_broadcast")
+    matrices = 15114
+    for size in (1, 2, 4):
+        assert z2[size] - base[size] == 2 * matrices
+        assert owners[size] - base[size] == pytest.approx(2 * matrices / size, abs=1)
+    # 16-bit weights, fp32 masters and accumulated gradients, momentum, and AdamW's moments.
+    numel, rest = 19371, 19371 - matrices
+    expected = (2 + 4 + 4) * numel / 4 + 4 * matrices / 4 + 8 * rest / 4
+    assert base[4] == pytest.approx(expected, abs=2)
+
+
 @pytest.mark.parametrize("publish", ["async", "sync"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_hsdp_is_planned_as_configured(
@@ -247,6 +269,12 @@ def test_tables_show_matrices_and_shard_sizes(capsys: pytest.CaptureFixture[str]
             '{"optimizer": {"type": "DMuon"}, "zero_optimization": '
             '{"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
             "offload_optimizer.device",
+        ),
+        (
+            '{"optimizer": {"type": "DMuon", "params": {"hsdp": {"shard_size": 2}}}, '
+            '"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, '
+            '"data_types": {"grad_accum_dtype": "fp32"}}',
+            "BF16_Optimizer",
         ),
         ('{"optimizer": {"type": "DMuon", "params": {"owner_costs": "none.json"}}}', "none.json"),
         ('{"optimizer": {"type": "DMuon", "params": {"weight_decay": Infinity}}}', "weight_decay"),

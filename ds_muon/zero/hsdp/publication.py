@@ -21,7 +21,13 @@ from ds_muon.run.publish import Publisher
 from ds_muon.zero.seams import private
 from ds_muon.zero.wrapping import before
 
-_ENGINE_READERS = ("save_checkpoint", "save_16bit_model", "load_checkpoint", "module_state_dict")
+_ENGINE_READERS = (
+    "save_checkpoint",
+    "save_16bit_model",
+    "load_checkpoint",
+    "load_module_state_dict",
+    "module_state_dict",
+)
 _ZERO_READERS = (
     "state_dict",
     "load_state_dict",
@@ -31,6 +37,7 @@ _ZERO_READERS = (
     "set_full_hp_param",
     "get_local_fp32_param",
     "set_local_hp_param",
+    "refresh_fp32_params",
 )
 
 
@@ -72,6 +79,7 @@ def settle_before_reads(
             if hasattr(owner, name):
                 setattr(owner, name, before(getattr(owner, name), publisher.settle))
     engine.module.register_state_dict_pre_hook(lambda *_: publisher.settle())
+    engine.module.register_load_state_dict_pre_hook(lambda *_: publisher.settle())
     if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
         for parameter in engine.module.parameters():
             _settle_gathers(parameter, publisher, names)

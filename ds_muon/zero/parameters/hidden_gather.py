@@ -19,21 +19,30 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.overrides import TorchFunctionMode
 
 from ds_muon.comm.transport import Pending
 from ds_muon.zero.seams import DeepSpeedTransport, private
 from ds_muon.zero.wrapping import before
 
-# Everything that reads weights without a forward.
-_READERS = ("save_checkpoint", "save_16bit_model", "load_checkpoint", "module_state_dict")
+# Everything that reads, replaces or moves weights without a forward.
+_READERS = (
+    "save_checkpoint",
+    "save_16bit_model",
+    "load_checkpoint",
+    "load_module_state_dict",
+    "module_state_dict",
+    "offload_states",
+    "reload_states",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +99,11 @@ class HiddenGather:
         }
         self._pending: dict[_Slice, Pending] = {}
         self._late: deque[_Slice] = deque()
-        # Until a forward was watched, the first module that is called waits for everything.
-        self._waits_of: dict[int, tuple[_Slice, ...]] = {}
+        self._own: dict[int, tuple[_Slice, ...]] = {
+            id(m): self._of(m.parameters(recurse=False)) for m in self._module.modules()
+        }
+        self._uses = _Uses(self._wait_for)
+        self._depth = 0
         self._override_step()
         self._hook(engine)
 
@@ -157,87 +169,72 @@ class HiddenGather:
             if handle is not None:
                 handle.wait()
 
+    def _of(self, parameters: Iterable[Tensor]) -> tuple[_Slice, ...]:
+        found = (self._slices_of.get(id(parameter), ()) for parameter in parameters)
+        return tuple(dict.fromkeys(item for slices in found for item in slices))
+
     def _hook(self, engine: Any) -> None:
+        """A module waits for its own parameters; in the root's forward, every other use does too.
+
+        A parameter may be used by another module than its own (tied weights, attention that reads
+        its projections' weights), by one in one forward and by another in the next.
+        """
         for module in self._module.modules():
             module.register_forward_pre_hook(self._before_forward, prepend=True)
-        self._module.register_forward_hook(self._after_forward, always_call=True)
+        self._module.register_forward_pre_hook(self._enter_root, prepend=True)
+        self._module.register_forward_hook(self._leave_root, always_call=True)
         self._module.register_state_dict_pre_hook(lambda *_: self.wait())
+        self._module.register_load_state_dict_pre_hook(lambda *_: self.wait())
         for name in _READERS:
             setattr(engine, name, before(private(engine, name), self.wait))
-        if not any(getattr(m, "_compiled_call_impl", None) for m in self._module.modules()):
-            self._record(engine)
+        self._zero.refresh_fp32_params = before(
+            private(self._zero, "refresh_fp32_params"), self.wait
+        )
+
+    def _enter_root(self, module: nn.Module, inputs: Any) -> None:
+        if self._depth == 0 and any(_is_compiled(m) for m in module.modules()):
+            # Compiled code uses parameters where nobody sees it.
+            self.wait()
+        self._depth += 1
+        if self._depth == 1:
+            self._uses.__enter__()
+
+    def _leave_root(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self._uses.__exit__(None, None, None)
+        self._send_late(self._late, ahead=0)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if self._pending or self._late:
-            self.wait(self._waits_of.get(id(module)))
+            self.wait(self._own[id(module)])
 
-    def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        self._send_late(self._late, ahead=0)
-
-    def _record(self, engine: Any) -> None:
-        """In the first forward, learn which module is the first to use which parameter.
-
-        A parameter may be used by another module than its own (tied weights, attention that reads
-        its projections' weights), and a module may never be called.
-        """
-        forward = engine.forward
-
-        @functools.wraps(forward)
-        def first_forward(*args: Any, **kwargs: Any) -> Any:
-            engine.forward = forward
-            with _FirstUses(self._module) as uses:
-                result = forward(*args, **kwargs)
-            self._learn(uses.first)
-            return result
-
-        engine.forward = first_forward
-
-    def _learn(self, first: dict[int, int]) -> None:
-        waits: dict[int, list[_Slice]] = {id(m): [] for m in self._module.modules()}
-        for module in self._module.modules():
-            for parameter in module.parameters(recurse=False):
-                waits[id(module)] += self._slices_of.get(id(parameter), ())
-        root = id(self._module)
-        for key, slices in self._slices_of.items():
-            waits[first.get(key, root)] += slices
-        self._waits_of = {key: tuple(dict.fromkeys(found)) for key, found in waits.items()}
+    def _wait_for(self, used: Tensor) -> None:
+        if self._pending or self._late:
+            slices = self._slices_of.get(id(used))
+            if slices:
+                self.wait(slices)
 
 
-class _FirstUses(TorchFunctionMode):
-    """Sees every torch function of a forward, and the module that is being called then."""
+class _Uses(TorchFunctionMode):
+    """Shows every tensor that a torch function is about to use."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, used: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self.first: dict[int, int] = {}
-        self._parameters = {id(p) for p in root.parameters()}
-        self._root, self._stack = root, [id(root)]
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> _FirstUses:
-        for module in self._root.modules():
-            if module is not self._root:
-                self._handles.append(module.register_forward_pre_hook(self._enter_module))
-                self._handles.append(
-                    module.register_forward_hook(self._leave_module, always_call=True)
-                )
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
-        self._stack.append(id(module))
-
-    def _leave_module(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        self._stack.pop()
+        self._used = used
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for used in _tensors((*args, *(kwargs or {}).values())):
-            if id(used) in self._parameters:
-                self.first.setdefault(id(used), self._stack[-1])
+        for tensor in _tensors((*args, *(kwargs or {}).values())):
+            self._used(tensor)
         return func(*args, **(kwargs or {}))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, OptimizedModule) or (
+        getattr(module, "_compiled_call_impl", None) is not None
+    )
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
