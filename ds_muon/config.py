@@ -117,8 +117,8 @@ class DMuonConfig(BaseModel):
     preallocate_workspace: bool = Field(True, description="keep the working memory between steps")
     reshard_after_forward: bool | None = Field(
         None,
-        description="ZeRO-3 only: true frees matrices after each forward and backward (Z3), false keeps "
-        "them until the step (Z2); null = ZeRO's own",
+        description="ZeRO-3 only: true frees matrices after each forward and backward (Z3), "
+        "false keeps them until the step (Z2); null = ZeRO's own",
     )
     param_source: Literal["shards", "owner_broadcast"] = Field(
         "shards",

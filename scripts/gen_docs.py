@@ -40,8 +40,8 @@ RULES = """
 - An output head is AdamW's where it shares the embedding's weight or is called {heads}; name any
   other in `exclude`.
 - A checkpoint is resumed with the same number of ranks, ZeRO stage and wrapper (without ZeRO: any
-  number of ranks; with `hsdp`: the same shard_size and any number of replicas). A checkpoint of another optimizer gives its weights with
-  `load_optimizer_states=False`.
+  number of ranks; with `hsdp`: the same shard_size and any number of replicas). A checkpoint of
+  another optimizer gives its weights with `load_optimizer_states=False`.
 - DeepSpeed 0.19.8's `safe_get_full_*` return other parameters' elements under
   `round_robin_gradients`, for any optimizer; training is not affected.
 """
