@@ -137,9 +137,7 @@ def print_sweep(rows: Sequence[ShardSize], cluster: Cluster) -> None:
         f"{cluster.link_ratio:g} times"
     )
     if best is None:
-        console.print(
-            "no shard size fits the memory given: more ranks, offload, or a higher ZeRO stage"
-        )
+        console.print("no shard size fits the memory given: take more ranks or a higher ZeRO stage")
     elif best.replicas == 1:
         console.print(f"recommended: no hsdp ({rule})", soft_wrap=True)
     else:
