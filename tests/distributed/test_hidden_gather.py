@@ -104,7 +104,7 @@ def traced(*, stage: int) -> list[str]:
     real_wait, real_broadcast = hidden_gather.HiddenGather.wait, engine.optimizer.step
 
     def wait(self: Any, slices: Any = None) -> None:
-        waiting = [s for s in (self._order if slices is None else slices) if s in self._pending]
+        waiting = [s for s in (self._order if slices is None else slices) if s in self._open]
         if waiting:
             events.append(f"wait for {len(waiting)}")
         real_wait(self, slices)

@@ -99,6 +99,8 @@ class HiddenGather:
         }
         self._pending: dict[_Slice, Pending] = {}
         self._late: deque[_Slice] = deque()
+        # Slices that nobody here has waited for since the step, sent or not.
+        self._open: set[_Slice] = set()
         self._own: dict[int, tuple[_Slice, ...]] = {
             id(m): self._of(m.parameters(recurse=False)) for m in self._module.modules()
         }
@@ -140,7 +142,7 @@ class HiddenGather:
         self._zero.step = step_without_gather
 
     def _broadcast(self, groups_flat: Sequence[Tensor], **kwargs: Any) -> None:
-        self._flats = groups_flat
+        self._flats, self._open = groups_flat, set(self._order)
         hidden = self._publication is not None and self._publication.hidden
         for item in self._order:
             if hidden and self._awaited[item]:
@@ -162,12 +164,15 @@ class HiddenGather:
 
     def wait(self, slices: Sequence[_Slice] | None = None) -> None:
         """Wait for some slices, or for all."""
-        needed = self._order if slices is None else slices
+        needed = [
+            item for item in (self._order if slices is None else slices) if item in self._open
+        ]
+        if not needed:
+            return
         self._send_late(needed, ahead=0 if slices is None else 1)
         for item in needed:
-            handle = self._pending.pop(item, None)
-            if handle is not None:
-                handle.wait()
+            self._pending.pop(item).wait()
+        self._open.difference_update(needed)
 
     def _of(self, parameters: Iterable[Tensor]) -> tuple[_Slice, ...]:
         found = (self._slices_of.get(id(parameter), ()) for parameter in parameters)
@@ -208,14 +213,12 @@ class HiddenGather:
         self._send_late(self._late, ahead=0)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if self._pending or self._late:
+        if self._open:
             self.wait(self._own[id(module)])
 
     def _wait_for(self, used: Tensor) -> None:
-        if self._pending or self._late:
-            slices = self._slices_of.get(id(used))
-            if slices:
-                self.wait(slices)
+        if self._open:
+            self.wait(self._slices_of.get(id(used), ()))
 
 
 class _Uses(TorchFunctionMode):
