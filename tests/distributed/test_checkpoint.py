@@ -58,9 +58,13 @@ def resume(
     }
 
 
-@pytest.mark.parametrize("first_steps", [0, 3])
-@pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize(
+    ("name", "momentum_dtype", "first_steps"),
+    [
+        *((name, dtype, 3) for name in WRAPPERS for dtype in ("fp32", "bf16")),
+        *((name, "fp32", 0) for name in ("stage 0 fp32", "stage 2 bf16", "stage 3")),
+    ],
+)
 def test_resume_continues_bit_equal(name: str, momentum_dtype: str, first_steps: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = ranks.run(

@@ -81,6 +81,8 @@ def test_the_cells_meet_pairwise() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [2, 4])
 def test_plans_do_not_change_a_bit(world: int, stage: int, dtype: str, threads: int) -> None:
+    if world == 4 and threads == 2 and not os.environ.get("DS_MUON_FULL_GRID"):
+        pytest.skip("two threads are compared on two ranks; DS_MUON_FULL_GRID=1 runs all")
     cells = cells_for(threads)
     out = ranks.run(
         world, train_cells, threads=threads, stage=stage, dtype=dtype, cells=cells, timeout_s=900

@@ -150,8 +150,7 @@ def test_replicas_stay_equal_after_every_step(world: int, shard_size: int, stage
     assert out[0] != out[1]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (2, "fp32"), (2, "bf16")])
 def test_publishing_and_hiding_change_no_bit(stage: int, dtype: str) -> None:
     runs = [
         ranks.run(

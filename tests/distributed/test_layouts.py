@@ -126,8 +126,10 @@ def _whole(param: torch.nn.Parameter) -> Any:
         yield param.detach().reshape(-1).clone()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [*((3, name) for name in LAYOUTS), *((4, f"stage {n}") for n in range(1, 4))],
+)
 def test_matrices_rebuilt_from_fragments_are_the_parameters(world: int, name: str) -> None:
     for steps in (0, 2):
         for out in ranks.run(world, rebuild, steps=steps, **LAYOUTS[name]):

@@ -98,7 +98,7 @@ def test_parity_with_clip_decay_and_accumulation(world: int, stage: int) -> None
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [4])
 def test_parity_with_two_threads(world: int, stage: int) -> None:
     out = ranks.run(world, train, threads=2, stage=stage, clip=0.5, accumulation=2)
     matrix_error, rest_error = errors(out[0]["masters"], settings=reference.Settings(clip=0.5))
