@@ -65,6 +65,17 @@ def test_parity_with_one_process(world: int, shard_size: int, stage: int, zero_i
     assert len({float(o["norm"]) for o in out}) == 1
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_norm_is_that_of_the_whole_batch(stage: int) -> None:
+    """Muon, and AdamW nearly, forget a gradient's scale, and clipping does; the norm does not."""
+    plain, replicated = (
+        float(ranks.run(4, train, stage=stage, params=params)[0]["norm"])
+        for params in ({}, hsdp(2))
+    )
+    # Sums in another order.
+    assert replicated == pytest.approx(plain, rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_parity_in_low_precision(stage: int, dtype: str) -> None:
