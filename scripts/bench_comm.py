@@ -10,11 +10,9 @@ peak beyond what lives between steps. Reductions count what a ring moves. Nothin
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,7 +20,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import ds_muon.run.step
-from scripts.tables import show
+from scripts.tables import read_arguments, show
 from tests.harness import models, ranks
 from tests.harness.memory import peak_allocated
 from tests.harness.training import counting_collectives, ds_config, start_engine
@@ -131,13 +129,7 @@ def models_parameters(width: int, layers: int) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--save", type=Path, help="write the table as a page of docs/")
-    args = parser.parse_args()
+    args = read_arguments(__doc__, stages=[1, 2, 3])
     # Compiled functions hide their products from the flop counter.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     rows = []

@@ -10,8 +10,6 @@ rank holds for the matrices. Reductions count what a ring moves. Nothing is time
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,7 +17,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from scripts.bench_comm import models_parameters
-from scripts.tables import show
+from scripts.tables import read_arguments, show
 from tests.harness import models, ranks
 from tests.harness.training import counting_collectives, ds_config, start_engine
 
@@ -101,13 +99,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--save", type=Path, help="write the table as a page of docs/")
-    args = parser.parse_args()
+    args = read_arguments(__doc__, stages=[2, 3])
     sizes = [size for size in range(1, args.ranks + 1) if args.ranks % size == 0]
     rows = []
     for stage in args.stages:

@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the counting scripts: printed, and as a page of docs/ that names its command."""
+"""The counting scripts' arguments, and their tables: printed, and as pages of docs/."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+
+def read_arguments(description: str, *, stages: Sequence[int]) -> argparse.Namespace:
+    """Read the size of a run, the stages to count, and where to save the table."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--stages", type=int, nargs="+", default=list(stages))
+    parser.add_argument("--save", type=Path, help="write the table as a page of docs/")
+    return parser.parse_args()
 
 
 def show(
