@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_muon.checkpoint import CheckpointHeader
+from ds_muon.checkpoint.header import CheckpointHeader, require_readable
+from ds_muon.checkpoint.pieces import EXP_AVG, EXP_AVG_SQ, MOMENTUM
 from ds_muon.config import DMuonConfig
 from ds_muon.run.metrics import Recorder, StepStats
 from ds_muon.run.momentum import SpreadMomentum
@@ -26,7 +27,6 @@ from ds_muon.run.verify import Verifier
 from ds_muon.run.watch import Observer, StepWatch
 
 MUON, ADAMW = "muon", "adamw"
-MOMENTUM = "momentum_buffer"
 MOMENTUM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # DeepSpeed's wrappers and schedulers write these into every group; the others are ours alone.
 _LOADED_KEYS = ("lr", "initial_lr", "lr_ratio", "weight_decay", "betas", "eps", "momentum", "step")
@@ -64,7 +64,7 @@ class Binding:
 
     def spread_of(self, leaf: Tensor) -> Tensor | None:
         """This replica's momentum of a MUON leaf, where replicas share it."""
-        if self.spread is None:
+        if self.spread is None or all(leaves[0] is not leaf for leaves in self.leaf_sets):
             return None
         [index] = [i for i, leaves in enumerate(self.leaf_sets) if leaves[0] is leaf]
         return self.spread.buffers[index]
@@ -83,6 +83,9 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
     Args:
         groups: parameter groups, each with `kind` MUON or ADAMW, `lr_ratio` and its options.
         config: the parsed `optimizer.params`.
+
+    Attributes:
+        save_name: names the save under way, in what it writes.
 
     Raises:
         TypeError: constructed with bare parameters instead of through ds_config.json.
@@ -109,6 +112,7 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
         }
         super().__init__([dict(group) for group in groups], defaults)
         self.config = config
+        self.save_name: str | None = None
         self._binding: Binding | None = None
         self._adam = _inner_adam(config)
 
@@ -128,8 +132,8 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
             step_device = leaf.device if self._adam.defaults["fused"] else torch.device("cpu")
             self.state[leaf] = {
                 "step": torch.zeros((), dtype=torch.float32, device=step_device),
-                "exp_avg": torch.zeros_like(leaf),
-                "exp_avg_sq": torch.zeros_like(leaf),
+                EXP_AVG: torch.zeros_like(leaf),
+                EXP_AVG_SQ: torch.zeros_like(leaf),
             }
         self._binding = binding
         own = [o for o in (binding.recorder, binding.verifier) if o is not None]
@@ -234,7 +238,7 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
         state = super().state_dict()
         if self._binding is not None:
             leaves = list(self._leaves())
-            state["ds_muon"] = self._binding.header.as_entry(leaves)
+            state["ds_muon"] = self._binding.header.as_entry(leaves, save=self.save_name)
         return state
 
     @torch.no_grad()
@@ -244,31 +248,34 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state is another optimizer's, or of another world, stage or model.
         """
-        leaves = self.require_own(state_dict)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: saved[key] for key in _LOADED_KEYS if key in saved})
+        if self._binding is None:
+            raise ValueError("DMuon: load a checkpoint after deepspeed.initialize, not before")
+        leaves = list(self._leaves())
+        entry = state_dict.get("ds_muon")
+        require_readable(entry)
+        difference = self._binding.header.difference(entry, leaves)
+        if difference is not None:
+            raise ValueError(
+                f"DMuon: this state dict is not this run's: {difference}; engine.load_checkpoint "
+                "reads what other world sizes, stages and optimizers saved"
+            )
+        self.take_settings({group["name"]: group for group in state_dict["param_groups"]})
         for index, leaf in enumerate(leaves):
             for key, value in self.state[leaf].items():
                 value.copy_(state_dict["state"][index][key])
-        if self._binding is not None and self._binding.spread is not None:
+        if self._binding.spread is not None:
             number = {id(leaf): index for index, leaf in enumerate(leaves)}
             for index, (leaf,) in enumerate(self._binding.leaf_sets):
                 saved = state_dict["state"][number[id(leaf)]][MOMENTUM]
                 self._binding.spread.cut(index, saved.view(-1))
-        if self._binding is not None and self._binding.verifier is not None:
+        if self._binding.verifier is not None:
             self._binding.verifier.forget()
 
-    def require_own(self, state_dict: Mapping[str, Any]) -> list[Tensor]:
-        """Check that a state dict is of this very run's shape; return the leaves it is for.
-
-        Raises:
-            ValueError: see `load_state_dict`; nothing has been changed.
-        """
-        if self._binding is None:
-            raise ValueError("DMuon: load a checkpoint after deepspeed.initialize, not before")
-        leaves = list(self._leaves())
-        self._binding.header.require_same(state_dict.get("ds_muon"), leaves)
-        return leaves
+    def take_settings(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take what each group had in a checkpoint, by the group's name."""
+        for group in self.param_groups:
+            found = saved.get(group["name"], {})
+            group.update({key: found[key] for key in _LOADED_KEYS if key in found})
 
     def _leaves(self) -> Iterator[Tensor]:
         """Leaves in the numbering of torch's state dict."""

@@ -13,13 +13,18 @@ from ds_muon.comm.transport import Transport
 
 
 def require_agreement(
-    transport: Transport, facts: Mapping[str, str], *, problem: Exception | None
+    transport: Transport,
+    facts: Mapping[str, str],
+    *,
+    problem: Exception | None,
+    doing: str = "start",
 ) -> None:
     """Compare `facts` over all ranks.
 
     Args:
         facts: name -> value or digest; each must be equal on all ranks.
         problem: what kept this rank from getting here in good order, if anything.
+        doing: what all ranks are about to do, for the error text.
 
     Raises:
         RuntimeError: on all ranks, naming the ranks and the facts that differ.
@@ -32,7 +37,7 @@ def require_agreement(
     if failed:
         rank, text = failed[0]
         others = f" (and on ranks {[r for r, _ in failed[1:]]})" if failed[1:] else ""
-        raise RuntimeError(f"DMuon cannot start: rank {rank} reported{others}: {text}")
+        raise RuntimeError(f"DMuon cannot {doing}: rank {rank} reported{others}: {text}")
     differing = [
         f"{name}: " + ", ".join(f"rank {r} has {f.get(name)!r}" for r, (f, _) in enumerate(shown))
         for name in facts
@@ -40,6 +45,6 @@ def require_agreement(
     ]
     if differing:
         raise RuntimeError(
-            "DMuon cannot start: ranks disagree, so their collectives would not match. Give every "
-            "rank the same configuration, model and package versions. " + "; ".join(differing)
+            f"DMuon cannot {doing}: ranks disagree, so their collectives would not match. Give "
+            "every rank the same configuration, model and package versions. " + "; ".join(differing)
         )

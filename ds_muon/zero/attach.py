@@ -27,6 +27,8 @@ from ds_muon.plan.plan import Plan
 from ds_muon.planning import MIB, plan_run
 from ds_muon.run.step import StepEngine
 from ds_muon.zero import seams
+from ds_muon.zero.checkpoint.load import CheckpointLoader
+from ds_muon.zero.checkpoint.save import save_whole
 from ds_muon.zero.hsdp.replication import Replication, SettledSteps
 from ds_muon.zero.leaves import Leaf, LeafSet, clear_padding, read_leaf_sets
 from ds_muon.zero.observe import recorder_for, verifier_for
@@ -86,6 +88,11 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         # After what fetches, since updates are settled before it.
         replication.install(optimizer, prepared.transport, prepared.matrices())
     _schedule_parameters(engine, prepared, replication)
+    save_whole(engine, optimizer, prepared.transport)
+    # ZeRO-3 lends its leaves to the groups for the time of a call only; sub-groups are in order.
+    leaves = [leaf for group in optimizer.param_groups for leaf in group["params"]]
+    flat = leaves or [tensor for s in sets for tensor in s.tensors]
+    CheckpointLoader(engine, optimizer, flat, prepared.transport)
     say(_describe(plans, step_engine, prepared, communicator), rank=prepared.transport.rank)
     for plan in plans:
         warning = plan.oversize_warning(config.workspace_mb)

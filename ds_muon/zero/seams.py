@@ -7,8 +7,7 @@ apply to engines running DMuon and to no other:
   does not unscale by a factor that its backward never used;
 - fp16 without ZeRO scales the loss, which its optimizer then unscales;
 - fp32 without ZeRO records the gradient norm that its clipping computes;
-- ZeRO-1/2 looks at a checkpoint's optimizer entry before it judges the checkpoint's layout, and
-  links optimizer states at start and after loading, for `safe_get_full_optimizer_state`.
+- ZeRO-1/2 links optimizer states at start and after loading, for `safe_get_full_optimizer_state`.
 """
 
 from __future__ import annotations
@@ -206,23 +205,11 @@ def record_clipped_norm(engine: Any) -> None:
 
 
 def link_states(zero: Any) -> None:
-    """Let DeepSpeed's accessors find the states of a flat wrapper, now and after each load.
+    """Let DeepSpeed's accessors find the states of a flat wrapper, now and after each load."""
+    load, link = zero.load_state_dict, private(zero, "_lazy_init_hp_params_optimizer_state")
 
-    A load also names what changed since the checkpoint, where ZeRO would see only other paddings.
-    """
-    load, link, optimizer = (
-        zero.load_state_dict,
-        private(zero, "_lazy_init_hp_params_optimizer_state"),
-        zero.optimizer,
-    )
-
-    def load_then_link(
-        state_dict_list: Sequence[Any], load_optimizer_states: bool = True, **kwargs: Any
-    ) -> None:
-        if load_optimizer_states and not kwargs.get("checkpoint_folder"):
-            own = state_dict_list[dist.get_rank(group=private(zero, "dp_process_group"))]
-            optimizer.require_own(own["base_optimizer_state"])
-        load(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
+    def load_then_link(*args: Any, **kwargs: Any) -> None:
+        load(*args, **kwargs)
         zero._hp_optimizer_states_linked = False
         link()
 

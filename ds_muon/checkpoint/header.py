@@ -50,10 +50,15 @@ class CheckpointHeader:
     recipe: Mapping[str, Any]
     slices: Mapping[int, tuple[ParameterSlice, ...]]
 
-    def as_entry(self, leaves: Sequence[Tensor]) -> dict[str, Any]:
-        """Describe `leaves`, in the numbering of the state dict."""
+    def as_entry(self, leaves: Sequence[Tensor], *, save: str | None = None) -> dict[str, Any]:
+        """Describe `leaves`, in the numbering of the state dict.
+
+        Args:
+            save: names the save, the same on all ranks; files of two saves in one folder differ.
+        """
         return {
             "version": ENTRY_VERSION,
+            "save": save,
             "world_size": self.world_size,
             "rank": self.rank,
             "stage": self.stage,
@@ -68,42 +73,32 @@ class CheckpointHeader:
             ],
         }
 
-    def require_same(self, entry: Mapping[str, Any] | None, leaves: Sequence[Tensor]) -> None:
-        """Check that a saved entry describes exactly `leaves`.
-
-        Raises:
-            ValueError: says what differs; nothing has been changed.
-        """
+    def difference(self, entry: Mapping[str, Any] | None, leaves: Sequence[Tensor]) -> str | None:
+        """Say how a saved entry differs from what describes exactly `leaves`, if it does."""
         if entry is None:
-            raise ValueError(
-                "DMuon: the checkpoint's optimizer state was not written by DMuon; load it with "
-                "load_optimizer_states=False to take the weights only"
-            )
-        if entry["version"] > ENTRY_VERSION:
-            raise ValueError(
-                f"DMuon: the checkpoint's format is version {entry['version']}, this ds_muon reads "
-                f"up to {ENTRY_VERSION}; install a newer ds_muon"
-            )
+            return "its optimizer state was not written by DMuon"
         own = self.as_entry(leaves)
         # Without ZeRO every leaf is whole, and rank 0's file serves every rank of any world.
         shape_of_run = ("stage", "wrapper", "world_size") if self.stage else ("stage", "wrapper")
         for key in shape_of_run:
             if entry[key] != own[key]:
-                raise ValueError(
-                    f"DMuon: the checkpoint was saved with {key} = {entry[key]}, this run has "
-                    f"{own[key]}; resume with the same number of ranks, ZeRO stage and precision"
-                )
+                return f"it was saved with {key} = {entry[key]}, this run has {own[key]}"
         if len(entry["leaves"]) != len(own["leaves"]):
-            raise ValueError(
-                f"DMuon: the checkpoint has {len(entry['leaves'])} leaves, this run "
-                f"{len(own['leaves'])}; the model or zero_optimization.sub_group_size changed"
-            )
+            return f"it has {len(entry['leaves'])} leaves, this run {len(own['leaves'])}"
         for index, (saved, mine) in enumerate(zip(entry["leaves"], own["leaves"], strict=True)):
-            for was, now in zip(saved["slices"], mine["slices"], strict=False):
-                if was != now:
-                    raise ValueError(
-                        f"DMuon: leaf {index} of the checkpoint holds {was}, this run's holds "
-                        f"{now}; the model, its parameter groups or DMuon's routing keys changed"
-                    )
-            if len(saved["slices"]) != len(mine["slices"]) or saved["numel"] != mine["numel"]:
-                raise ValueError(f"DMuon: leaf {index} of the checkpoint has another content")
+            if saved != mine:
+                return f"leaf {index} of it holds other ranges than this run's"
+        return None
+
+
+def require_readable(entry: Mapping[str, Any] | None) -> None:
+    """Check that this version knows an entry's format.
+
+    Raises:
+        ValueError: a later version wrote it.
+    """
+    if entry is not None and entry["version"] > ENTRY_VERSION:
+        raise ValueError(
+            f"DMuon: the checkpoint's format is version {entry['version']}, this ds_muon reads "
+            f"up to {ENTRY_VERSION}; install a newer ds_muon"
+        )

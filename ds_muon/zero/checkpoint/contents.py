@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contents: what DeepSpeed's files hold, in the common form of checkpoint/pieces.py.
+
+Owns: where in them each wrapper keeps masters, states and mappings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    FP32_FLAT_GROUPS,
+    FROZEN_PARAM_FRAGMENTS,
+    FROZEN_PARAM_SHAPES,
+    OPTIMIZER_STATE_DICT,
+    PARAM_SHAPES,
+    PARAM_SLICE_MAPPINGS,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+    ZERO_STAGE,
+)
+from torch import Tensor
+
+from ds_muon.checkpoint.foreign import read_flat, read_split
+from ds_muon.checkpoint.header import require_readable
+from ds_muon.checkpoint.native import read_shard
+from ds_muon.checkpoint.pieces import MASTER, Shard, whole
+from ds_muon.routing import clean_name
+from ds_muon.zero.checkpoint.files import SavedTag, open_model, open_optimizer
+
+# The key of our part of the model files, where DeepSpeed keeps a caller's client_state.
+CLIENT_KEY = "ds_muon"
+
+
+def entry_of(saved: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """DMuon's entry in an optimizer file, or in a model file saved without ZeRO."""
+    return _base(saved).get("ds_muon")
+
+
+def _wrapper(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    return saved[OPTIMIZER_STATE_DICT]
+
+
+def _base(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The base optimizer's state dict, in whatever wrapper's."""
+    if "module" in saved:
+        optimizer = saved["optimizer"] or {}
+        return optimizer.get(OPTIMIZER_STATE_DICT, optimizer)
+    wrapper = _wrapper(saved)
+    by_split = BASE_OPTIMIZER_STATE not in wrapper
+    return wrapper[OPTIMIZER_STATE_DICT if by_split else BASE_OPTIMIZER_STATE]
+
+
+def _masters(saved: Mapping[str, Any]) -> Sequence[Tensor]:
+    wrapper = _wrapper(saved)
+    return wrapper.get(FP32_FLAT_GROUPS) or wrapper[SINGLE_PARTITION_OF_FP32_GROUPS]
+
+
+def read_tag(tag: SavedTag, model: Mapping[str, Any]) -> list[Shard]:
+    """Open everything of a tag.
+
+    Args:
+        model: rank 0's model file.
+
+    Raises:
+        ValueError: a file that cannot be read, or of another save than the rest.
+    """
+    if not tag.optimizer_files:
+        return [_read_without_zero(model)]
+    saved = [open_optimizer(path) for path in tag.optimizer_files]
+    if entry_of(saved[0]) is None:
+        return [_read_foreign(tag, saved, model)]
+    for path, item in zip(tag.optimizer_files, saved, strict=True):
+        require_same_save(path, item, model)
+    return [read_shard(_base(item), _masters(item)) for item in saved]
+
+
+def require_same_save(path: Path, saved: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Check that an optimizer file is of the save that wrote the model file.
+
+    Raises:
+        ValueError: it is not.
+    """
+    entry = entry_of(saved)
+    require_readable(entry)
+    here, there = (entry or {}).get("save"), (model.get(CLIENT_KEY) or {}).get("save")
+    if here != there:
+        raise ValueError(
+            f"{path.name} is of another save than the model file beside it: a save into an old "
+            "tag was interrupted"
+        )
+
+
+def _read_without_zero(model: Mapping[str, Any]) -> Shard:
+    base, optimizer = _base(model), model["optimizer"]
+    if "ds_muon" not in base:
+        raise ValueError(
+            "a checkpoint of another optimizer can be taken over if it was saved under ZeRO; this "
+            "one was saved without"
+        )
+    if "fp32_groups" in optimizer:
+        masters = [tensor for group in optimizer["fp32_groups"] for tensor in group]
+    else:
+        module = {clean_name(name): tensor for name, tensor in model["module"].items()}
+        masters = [module[leaf["slices"][0]["name"]] for leaf in base["ds_muon"]["leaves"]]
+    return read_shard(base, masters)
+
+
+def _read_foreign(
+    tag: SavedTag, saved: Sequence[Mapping[str, Any]], model: Mapping[str, Any]
+) -> Shard:
+    shapes = [
+        {clean_name(name): tuple(shape) for name, shape in group.items()}
+        for group in model[PARAM_SHAPES]
+    ]
+    bases, masters = [_base(item) for item in saved], [_masters(item) for item in saved]
+    if tag.cuts_weights:
+        return read_split(bases, masters, shapes)
+    mappings = [
+        [
+            {clean_name(name): address for name, address in group.items()}
+            for group in _wrapper(item)[PARAM_SLICE_MAPPINGS]
+        ]
+        for item in saved
+    ]
+    config = saved[0].get("ds_config")
+    zero = config.get("zero_optimization", {}) if isinstance(config, Mapping) else {}
+    is_bf16_optimizer = ZERO_STAGE not in _wrapper(saved[0])
+    return read_flat(
+        bases,
+        masters,
+        mappings,
+        shapes,
+        cuts_momentum=is_bf16_optimizer or bool(zero.get("offload_optimizer")),
+    )
+
+
+def scaler_of(tag: SavedTag) -> Mapping[str, Any]:
+    """Loss scale, overflow and the like of rank 0's optimizer file."""
+    return _wrapper(open_optimizer(tag.optimizer_files[0])) if tag.optimizer_files else {}
+
+
+def unoptimized_values(
+    tag: SavedTag, model: Mapping[str, Any], shards: Sequence[Shard], names: Iterable[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, whole tensor) of parameters that this run does not train, where they are saved.
+
+    Args:
+        shards: for what was trained then.
+    """
+    shapes = {clean_name(n): shape for n, shape in (model.get(FROZEN_PARAM_SHAPES) or {}).items()}
+    module = {} if tag.cuts_weights else {clean_name(n): v for n, v in model["module"].items()}
+    files = [open_model(path) for path in tag.model_files] if tag.cuts_weights and shapes else []
+    for name in names:
+        trained = [p for s in shards for p in s.pieces if (p.name, p.key) == (name, MASTER)]
+        if name in module:
+            yield name, module[name]
+        elif files and name in shapes:
+            shape = torch.Size(shapes[name])
+            yield name, torch.cat(_fragments(files, name))[: shape.numel()].view(shape)
+        elif trained:
+            yield name, whole(next(s.shapes[name] for s in shards if name in s.shapes), trained)
+
+
+def _fragments(files: Sequence[Mapping[str, Any]], name: str) -> list[Tensor]:
+    return [
+        value.reshape(-1)
+        for file in files
+        for n, value in file[FROZEN_PARAM_FRAGMENTS].items()
+        if clean_name(n) == name
+    ]

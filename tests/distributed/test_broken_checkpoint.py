@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that cannot be honoured: a clear error on all ranks, nothing changed, others load."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.harness import models, ranks
+from tests.harness.training import digest, ds_config, masters, start_engine, train_steps
+
+PARAMS = {"lr": 1e-2}
+OPTIMIZER_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def cut_short(tag: Path) -> None:
+    path = tag / OPTIMIZER_1
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def empty_model(tag: Path) -> None:
+    next(tag.glob("*model_states.pt")).write_bytes(b"")
+
+
+def lose_shard(tag: Path) -> None:
+    (tag / OPTIMIZER_1).unlink()
+
+
+def lose_model(tag: Path) -> None:
+    next(tag.glob("*model_states.pt")).unlink()
+
+
+def mix_saves(tag: Path) -> None:
+    shutil.copyfile(tag.parent / "first" / OPTIMIZER_1, tag / OPTIMIZER_1)
+
+
+BREAKS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a truncated file": (cut_short, "cannot be read"),
+    "an empty model file": (empty_model, "cannot be read"),
+    "a missing shard": (lose_shard, "no *optim_states.pt of rank 1"),
+    "a missing model file": (lose_model, "no *model_states.pt of rank 0"),
+    "files of two saves": (mix_saves, "another save"),
+}
+
+
+def break_and_load(*, folder: str, stage: int, again: int) -> dict[str, Any]:
+    """Run on a rank: two tags; every break of the second; then the first loads."""
+    home, world = Path(folder), torch.distributed.get_world_size()
+    engine = start_engine(ds_config(stage, params=PARAMS))
+    batches = models.global_batches(2)
+    train_steps(engine, batches[:1])
+    engine.save_checkpoint(folder, tag="first")
+    first = digest(masters(engine))
+    train_steps(engine, batches[1:])
+    engine.save_checkpoint(folder, tag="second")
+    latest = (home / "latest").read_text()
+    other = start_engine(ds_config(again, params=PARAMS))
+    start = digest(masters(other))
+    errors = {}
+    for name, (damage, _) in BREAKS.items():
+        if torch.distributed.get_rank() == 0:
+            shutil.copytree(home / "second", home / "broken")
+            damage(home / "broken")
+        torch.distributed.barrier()
+        try:
+            other.load_checkpoint(folder, tag="broken")
+        except (ValueError, RuntimeError) as error:
+            errors[name] = str(error)
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            shutil.rmtree(home / "broken")
+        torch.distributed.barrier()
+    unchanged = digest(masters(other)) == start
+    other.load_checkpoint(folder, tag="first")
+    return {
+        "errors": errors,
+        "unchanged": unchanged,
+        "first": digest(masters(other)) == first,
+        "latest": latest,
+        "world": world,
+    }
+
+
+@pytest.mark.parametrize(("stage", "again"), [(2, 2), (2, 3), (3, 3)])
+def test_broken_tags_are_refused_on_all_ranks(stage: int, again: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for out in ranks.run(2, break_and_load, folder=folder, stage=stage, again=again):
+            assert out["latest"] == "second"
+            for name, (_, text) in BREAKS.items():
+                assert text in out["errors"].get(name, "loaded"), name
+                assert "first" in out["errors"][name], "no other tag is named"
+            assert out["unchanged"]
+            assert out["first"]
+
+
+def refused(*, folder: str, saved: dict[str, Any], loaded: dict[str, Any], model: str) -> str:
+    """Run on a rank: save, load into another run; return the error if nothing changed."""
+    engine = start_engine(ds_config(2, params=PARAMS))
+    train_steps(engine, models.global_batches(1))
+    engine.save_checkpoint(folder)
+    other = start_engine(ds_config(2, params={**PARAMS, **loaded}), model=model)
+    before = digest(masters(other))
+    try:
+        other.load_checkpoint(folder, **saved)
+    except (ValueError, RuntimeError) as error:
+        return str(error) if digest(masters(other)) == before else "weights changed"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("loaded", "model", "options", "text"),
+    [
+        ({"exclude": ["*.o_proj.weight"]}, "llama", {}, "no exp_avg of layers.0.attention.o_proj"),
+        ({"include": ["lm_head.weight"]}, "llama", {}, "no momentum_buffer of lm_head.weight"),
+        ({}, "mlp", {}, "another model: it has no first.weight"),
+        (
+            {"exclude": ["*.o_proj.weight"]},
+            "llama",
+            {"custom_load_fn": shutil.copyfile},
+            "custom_load_fn",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    loaded: dict[str, Any], model: str, options: dict[str, Any], text: str
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        kwargs = {"saved": options, "loaded": loaded, "model": model}
+        for found in ranks.run(2, refused, folder=folder, **kwargs):
+            assert text in found
+
+
+def weights_only(*, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Run on a rank: routing changed; the weights alone can be taken."""
+    engine = start_engine(ds_config(2, params=PARAMS))
+    train_steps(engine, models.global_batches(1))
+    engine.save_checkpoint(folder)
+    other = start_engine(ds_config(3, params={**PARAMS, "exclude": ["*.o_proj.weight"]}))
+    other.load_checkpoint(folder, **options)
+    moved = [float(v.norm()) for s in other.basic_optimizer.state.values() for v in s.values()]
+    return {"equal": digest(masters(other)) == digest(masters(engine)), "moved": sum(moved)}
+
+
+@pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"load_module_only": True}])
+def test_weights_alone_are_taken_where_states_do_not_fit(options: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for out in ranks.run(2, weights_only, folder=folder, options=options):
+            assert out["equal"]
+            assert out["moved"] == 0
+
+
+def killed_saves(*, folder: str, kills: int) -> list[dict[str, Any]]:
+    """Run on one rank: forked copies of it are killed at random points of a second save."""
+    home = Path(folder)
+    engine = start_engine(ds_config(2, params=PARAMS))
+    train_steps(engine, models.global_batches(1))
+    engine.save_checkpoint(folder, tag="first")
+    first = digest(masters(engine))
+    train_steps(engine, models.global_batches(1))
+    second = digest(masters(engine))
+    shutil.copytree(home, home.parent / "kept", dirs_exist_ok=True)
+    draw, found = random.Random(5), []
+    total = count_operations(engine, home.parent / "counted")
+    for _ in range(kills):
+        work = home.parent / "work"
+        shutil.copytree(home.parent / "kept", work)
+        at = draw.randrange(total)
+        child = os.fork()
+        if child == 0:
+            with dying_at(at, part=draw.random()):
+                engine.save_checkpoint(str(work), tag="second")
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        named = (work / "latest").read_text()
+        other = start_engine(ds_config(2, params=PARAMS))
+        other.load_checkpoint(str(work))
+        found.append(
+            {
+                "killed": os.WIFSIGNALED(status),
+                "at": at,
+                "good": digest(masters(other)) == {"first": first, "second": second}[named],
+                "named": named,
+            }
+        )
+        shutil.rmtree(work)
+    return found
+
+
+class dying_at:  # noqa: N801
+    """Kill this process at the n-th file operation of a save, in the middle of what it writes."""
+
+    def __init__(self, at: int, *, part: float = 0.5, die: bool = True) -> None:
+        self.at, self.part, self.die, self.seen = at, part, die, 0
+        self._patches = [
+            mock.patch.object(torch, "save", self._counted(torch.save)),
+            mock.patch.object(shutil, "copyfile", self._counted(shutil.copyfile)),
+            mock.patch.object(os, "fsync", self._counted(os.fsync)),
+            mock.patch.object(Path, "replace", self._counted(Path.replace)),
+        ]
+
+    def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.seen += 1
+            if self.die and self.seen > self.at:
+                if real.__name__ == "save":
+                    real(*args, **kwargs)
+                    path = Path(args[1])
+                    path.write_bytes(path.read_bytes()[: int(self.part * path.stat().st_size)])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return call
+
+    def __enter__(self) -> dying_at:
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+
+def count_operations(engine: Any, folder: Path) -> int:
+    with dying_at(0, die=False) as counted:
+        engine.save_checkpoint(str(folder), tag="second")
+    return counted.seen
+
+
+def test_a_kill_at_any_point_of_a_save_leaves_a_tag_that_loads() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkdir(f"{folder}/home")
+        [found] = ranks.run(1, killed_saves, folder=f"{folder}/home", kills=10)
+    assert all(out["killed"] and out["good"] for out in found), found
+    assert {out["named"] for out in found} == {"first"}
+    assert len({out["at"] for out in found}) > 3
+
+
+def one_rank_dies(*, folder: str, stage: int) -> None:
+    """Run on a rank: rank 1 dies before it has written its files of the second tag."""
+    engine = start_engine(ds_config(stage, params=PARAMS))
+    train_steps(engine, models.global_batches(1))
+    engine.save_checkpoint(folder, tag="first")
+    if torch.distributed.get_rank() == 1:
+        with dying_at(0):
+            engine.save_checkpoint(folder, tag="second")
+    try:
+        engine.save_checkpoint(folder, tag="second")
+    except RuntimeError:
+        return
+    raise AssertionError("saved without rank 1")
+
+
+def loads(*, folder: str, stage: int) -> str:
+    """Run on a rank: what a load without a tag takes."""
+    engine = start_engine(ds_config(stage, params=PARAMS))
+    path, _ = engine.load_checkpoint(folder)
+    return str(path)
+
+
+def test_latest_waits_for_every_rank() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        timeout = timedelta(seconds=5)
+        ranks.run_with_deaths(2, one_rank_dies, collective_timeout=timeout, folder=folder, stage=3)
+        assert (Path(folder) / "second").is_dir()
+        for path in ranks.run(2, loads, folder=folder, stage=3):
+            assert "/first/" in path
