@@ -61,12 +61,12 @@ def apply_update(
 
     Args:
         leaf: flat (numel,), the master weights.
-        update: flat (numel,), the orthogonalised piece, on any device.
+        update: flat (numel,), the orthogonalised piece.
         lr: step length in units of the update before `scale`.
     """
     for weights, step in chunks(leaf, update):
         weights.mul_(1 - lr * weight_decay)
-        weights.add_(step.to(weights.device), alpha=-(lr * scale))
+        weights.add_(step, alpha=-(lr * scale))
 
 
 def lr_factor(name: str, rows: int, cols: int) -> float:

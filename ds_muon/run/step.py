@@ -31,6 +31,7 @@ from ds_muon.plan.layout import Fragment
 from ds_muon.plan.memory import buffer_sets
 from ds_muon.plan.plan import Plan
 from ds_muon.run.arena import Arena
+from ds_muon.run.crossing import Crossing, SameMemory
 from ds_muon.run.metrics import Recorder
 from ds_muon.run.publish import Length, Publisher, update_factor
 from ds_muon.run.schedule import BucketSchedule, OwnedMatrix, schedule
@@ -60,12 +61,14 @@ class StepEngine:
 
     Args:
         plans: every plan that will be run, so that the buffers are sized once.
-        device: where exchange and Newton-Schulz run; leaves may live elsewhere.
+        device: where exchange and Newton-Schulz run.
+        crossing: how pieces get there from the leaves; None: the leaves are there.
         inflight: buckets whose exchange may be under way at a time.
         keep_buffers: hold the working memory between steps.
         publisher: takes this row's updates to the other replicas, if there are any.
 
     Attributes:
+        device: where exchange and Newton-Schulz run.
         recorder: observes the steps it is active in, if there is one.
     """
 
@@ -78,15 +81,18 @@ class StepEngine:
         device: torch.device,
         inflight: int,
         keep_buffers: bool,
+        crossing: Crossing | None = None,
         publisher: Publisher | None = None,
     ) -> None:
         self.transport = transport
+        self.device = device
         self.publisher = publisher
         self.recorder: Recorder | None = None
         self._spec = spec
         self._storage = arithmetic_for(spec, device).storage
         self._plans = tuple(plans)
         self._overlap = inflight > 1
+        self._crossing: Crossing = SameMemory() if crossing is None else crossing
         self._schedules = [schedule(plan, transport.rank) for plan in plans]
         self._factors = [
             tuple(update_factor(spec, m) for m in plan.layout.matrices) for plan in plans
@@ -171,14 +177,15 @@ class StepEngine:
         leaf = leaves[fragment.leaf]
         momentum, grad = _momentum(leaf.momentum, fragment), _range(leaf.grad, fragment)
         advance_momentum(momentum, grad, momentum=leaf.mu)
-        write_direction(
-            out,
-            momentum,
-            grad,
-            momentum=leaf.mu,
-            nesterov=self._spec.nesterov,
-            rounded_to=self._spec.wire_dtype,
-        )
+        for u, held, new in self._crossing.outgoing(out, momentum, grad):
+            write_direction(
+                u,
+                held,
+                new,
+                momentum=leaf.mu,
+                nesterov=self._spec.nesterov,
+                rounded_to=self._spec.wire_dtype,
+            )
 
     def _run_owned(
         self,
@@ -234,8 +241,8 @@ class StepEngine:
         factor: float,
     ) -> None:
         leaf = leaves[fragment.leaf]
-        weights = _range(leaf.weights, fragment)
-        apply_update(weights, update, lr=leaf.lr, weight_decay=leaf.weight_decay, scale=factor)
+        for step, weights in self._crossing.incoming(update, _range(leaf.weights, fragment)):
+            apply_update(weights, step, lr=leaf.lr, weight_decay=leaf.weight_decay, scale=factor)
         if self.publisher is not None:
             self.publisher.pack(plan, fragment, update)
 

@@ -201,7 +201,7 @@ class Verifier:
     def _whole(
         self, layout: Layout, index: int, flats: Sequence[Tensor], *, momentum: bool = False
     ) -> Tensor:
-        """Bring one matrix together on every rank of its row, flat and in fp32."""
+        """Bring one matrix together on every rank of its row, flat, in fp32 and where leaves are."""
         pieces = layout.fragments[index]
         rank, size = self._row.rank, layout.world_size
         own = [_piece(flats, p, momentum=momentum) for p in pieces if p.rank == rank]
@@ -209,9 +209,9 @@ class Verifier:
             return own[0].float().clone()
         held = [sum(p.numel for p in pieces if p.rank == r) for r in range(size)]
         width = max(held)
-        sent = torch.zeros(width, dtype=torch.float32, device=flats[0].device)
+        sent = torch.zeros(width, dtype=torch.float32, device=self._engine.device)
         if own:
-            sent[: held[rank]] = torch.cat([part.float() for part in own])
+            sent[: held[rank]].copy_(torch.cat([part.float() for part in own]))
         received = sent.new_empty(size * width)
         self._row.all_gather(received, sent).wait()
         whole = sent.new_empty(layout.matrices[index].numel)
@@ -220,7 +220,7 @@ class Verifier:
             part = received[offsets[p.rank] : offsets[p.rank] + p.numel]
             whole[p.matrix_offset : p.matrix_offset + p.numel] = part
             offsets[p.rank] += p.numel
-        return whole
+        return whole.to(flats[0].device)
 
     def _compare(self, before: _Before, leaves: Sequence[LeafStep]) -> str | None:
         """Do the matrix's step again in one place; return what is wrong with the real one."""
@@ -236,7 +236,8 @@ class Verifier:
             held = held.lerp_(grad, 1 - leaf.mu).to(leaf.momentum.dtype).float()
             wire[cut] = grad.lerp(held, leaf.mu) if spec.nesterov else held
         wire = wire.view(matrix.rows, matrix.cols)
-        update = orthogonalize(wire, spec).float().reshape(-1)
+        update = orthogonalize(wire.to(self._engine.device), spec).float().reshape(-1)
+        update = update.to(before.weights.device)
         rows, cols = matrix.rows, matrix.cols
         factor = lr_factor(spec.lr_scale, *((cols, rows) if matrix.transposed else (rows, cols)))
         change = leaf.lr * factor * update

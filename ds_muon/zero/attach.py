@@ -32,6 +32,7 @@ from ds_muon.zero.checkpoint.save import save_whole
 from ds_muon.zero.hsdp.replication import Replication, SettledSteps
 from ds_muon.zero.leaves import Leaf, LeafSet, clear_padding, read_leaf_sets
 from ds_muon.zero.observe import recorder_for, verifier_for
+from ds_muon.zero.offload import crossing_for
 from ds_muon.zero.parameters.hidden_gather import HiddenGather
 from ds_muon.zero.parameters.lifetime import set_lifetime
 from ds_muon.zero.parameters.owner_source import OwnerSource
@@ -76,6 +77,7 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         device=device,
         inflight=config.max_inflight_buckets,
         keep_buffers=config.preallocate_workspace,
+        crossing=crossing_for(engine, device),
         publisher=None if replication is None else replication.publisher,
     )
     optimizer.bind(_binding(engine, prepared, sets, step_engine, replication))

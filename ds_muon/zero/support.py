@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import groups
 
 from ds_muon.config import DMuonConfig, require_stage
+from ds_muon.zero.offload import is_on_host, offload_device
 from ds_muon.zero.seams import parsed_config, private
 
 
@@ -82,9 +83,9 @@ def _zero(engine: Any) -> Any:
     return parsed_config(engine).zero_config
 
 
-def _offload(engine: Any, which: str) -> Any:
-    config = getattr(_zero(engine), f"offload_{which}")
-    return None if config is None else config.device
+def _param(engine: Any, key: str) -> Any:
+    """A key of `optimizer.params` as written; other rules say what is wrong with its value."""
+    return (engine.optimizer_params() or {}).get(key)
 
 
 def _expert_parallel(engine: Any) -> bool:
@@ -165,16 +166,36 @@ REFUSALS: tuple[Refusal, ...] = (
         is_asked=lambda e: bool(e.super_offload()),
     ),
     Refusal(
-        regime="optimizer offload (CPU, NVMe, a partial ratio)",
-        key="zero_optimization.offload_optimizer.device",
-        remedy="set it to none",
-        is_asked=lambda e: _offload(e, "optimizer") not in (None, OffloadDeviceEnum.none),
+        regime="offload to NVMe",
+        key="zero_optimization.offload_optimizer.device, offload_param.device = nvme",
+        remedy="set it to cpu",
+        is_asked=lambda e: (
+            OffloadDeviceEnum.nvme in (offload_device(e, "optimizer"), offload_device(e, "param"))
+        ),
     ),
     Refusal(
-        regime="parameter offload (CPU, NVMe)",
-        key="zero_optimization.offload_param.device",
-        remedy="set it to none",
-        is_asked=lambda e: _offload(e, "param") not in (None, OffloadDeviceEnum.none),
+        regime="partial optimizer offload (Twin-Flow)",
+        key="zero_optimization.offload_optimizer.ratio",
+        remedy="set it to 1.0",
+        is_asked=lambda e: is_on_host(e, "optimizer") and e.zero_partial_offload() != 1.0,
+    ),
+    Refusal(
+        regime="HSDP with offload",
+        key="optimizer.params.hsdp, zero_optimization.offload_optimizer, offload_param",
+        remedy="remove one of them; without hsdp ZeRO shards over all ranks",
+        is_asked=lambda e: (
+            _param(e, "hsdp") is not None
+            and (is_on_host(e, "optimizer") or is_on_host(e, "param"))
+        ),
+    ),
+    Refusal(
+        regime="owners' copies of matrices with parameter offload",
+        key="optimizer.params.param_source, zero_optimization.offload_param",
+        remedy="leave param_source at shards: owners keep whole matrices on the device, where "
+        "offload_param wants none",
+        is_asked=lambda e: (
+            _param(e, "param_source") == "owner_broadcast" and is_on_host(e, "param")
+        ),
     ),
     Refusal(
         regime="low-precision master weights, gradients or optimizer states",
@@ -218,7 +239,8 @@ def _makes_bf16_optimizer(engine: Any) -> bool:
     """Whether DeepSpeed wraps the optimizer in its BF16_Optimizer, which replaces ZeRO-1's own."""
     _, accumulation = engine.get_data_types()
     low = engine.bfloat16_enabled() and accumulation == torch.float32
-    return low and int(engine.zero_optimization_stage()) == 1
+    on_device = not is_on_host(engine, "optimizer")
+    return low and on_device and int(engine.zero_optimization_stage()) == 1
 
 
 def refuse_unsupported(engine: Any, config: DMuonConfig) -> None:
