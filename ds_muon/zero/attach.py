@@ -29,6 +29,7 @@ from ds_muon.run.step import StepEngine
 from ds_muon.zero import seams
 from ds_muon.zero.checkpoint.load import CheckpointLoader
 from ds_muon.zero.checkpoint.save import save_whole
+from ds_muon.zero.gradients import forget_old_gradients
 from ds_muon.zero.hsdp.replication import Replication, SettledSteps
 from ds_muon.zero.leaves import Leaf, LeafSet, clear_padding, read_leaf_sets
 from ds_muon.zero.observe import recorder_for, verifier_for
@@ -164,6 +165,7 @@ def _correct_wrapper(engine: Any) -> None:
     if wrapper is engine.basic_optimizer:
         seams.record_clipped_norm(engine)
         return
+    forget_old_gradients(wrapper)
     if engine.fp16_enabled():
         seams.update_loss_scale_after_step(wrapper)
         if isinstance(wrapper, FP16_UnfusedOptimizer):
