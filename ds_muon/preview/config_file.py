@@ -7,6 +7,7 @@ DeepSpeed validates the rest of the file when a run starts.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,9 @@ class _Precision(BaseModel):
 
 
 class _Offload(BaseModel):
-    device: str = "cpu"
+    device: Literal["none", "cpu", "nvme"] = "none"
+    ratio: float = 1.0
+    super_offload: bool = False
 
 
 class _Zero(BaseModel):
@@ -37,9 +40,26 @@ class _Zero(BaseModel):
     offload_optimizer: _Offload | None = None
     offload_param: _Offload | None = None
 
+    def offloads(self, which: str) -> _Offload:
+        """The section of `offload_optimizer` or `offload_param`, `which` being the last word."""
+        return getattr(self, f"offload_{which}") or _Offload()
+
 
 class _DataTypes(BaseModel):
     grad_accum_dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """What a rank keeps on the host.
+
+    Attributes:
+        optimizer: master weights, their gradients and optimizer state.
+        parameters: ZeRO-3's shards of the weights.
+    """
+
+    optimizer: bool = False
+    parameters: bool = False
 
 
 class ConfigFile(BaseModel):
@@ -66,6 +86,15 @@ class ConfigFile(BaseModel):
         """Bytes of an accumulated gradient's element."""
         kind = self.data_types.grad_accum_dtype
         return {None: 2 if self.low_precision else 4, "fp32": 4}.get(kind, 2)
+
+    @property
+    def offload(self) -> Offload:
+        """What stands on the host."""
+        zero = self.zero_optimization
+        return Offload(
+            optimizer=zero.offloads("optimizer").device == "cpu" and zero.stage > 0,
+            parameters=zero.offloads("param").device == "cpu" and zero.stage == 3,
+        )
 
     @property
     def zero_settings(self) -> ZeroSettings:
@@ -117,12 +146,33 @@ def _require_usable(found: ConfigFile) -> None:
         raise ValueError(
             f"zero_optimization.sub_group_size must be at least 1, got {zero.sub_group_size:g}"
         )
-    for name in ("offload_optimizer", "offload_param"):
-        offload = getattr(zero, name)
-        if offload is not None and offload.device != "none":
-            raise ValueError(
-                f"zero_optimization.{name}.device is {offload.device!r}, which DMuon does not "
-                "support; remove it"
-            )
+    _require_usable_offload(found)
     bf16_optimizer = bool(found.bf16.enabled) and found.gradient_bytes == 4 and zero.stage == 1
+    bf16_optimizer = bf16_optimizer and not found.offload.optimizer
     require_stage(found.params, zero.stage, bf16_optimizer=bf16_optimizer)
+
+
+def _require_usable_offload(found: ConfigFile) -> None:
+    zero, params, offload = found.zero_optimization, found.params, found.offload
+    for which in ("optimizer", "param"):
+        if zero.offloads(which).device == "nvme":
+            raise ValueError(
+                f"zero_optimization.offload_{which}.device is 'nvme', which DMuon does not support; "
+                "set it to cpu"
+            )
+    section = zero.offloads("optimizer")
+    if offload.optimizer and (section.ratio != 1.0 or section.super_offload):
+        raise ValueError(
+            "zero_optimization.offload_optimizer.ratio must be 1.0 and super_offload false: DMuon "
+            "supports neither partial offload nor SuperOffload"
+        )
+    if params.hsdp is not None and (offload.optimizer or offload.parameters):
+        raise ValueError(
+            "optimizer.params.hsdp does not go with zero_optimization.offload_optimizer or "
+            "offload_param; remove one of them"
+        )
+    if params.param_source == "owner_broadcast" and offload.parameters:
+        raise ValueError(
+            "optimizer.params.param_source = owner_broadcast keeps matrices on the device, where "
+            "zero_optimization.offload_param wants none; leave it at shards"
+        )

@@ -51,6 +51,8 @@ class Preview:
         bound_terms: lower bounds of the same for whole matrices: the mean, the largest matrix, and
             the two that must share a rank when there are more matrices than ranks.
         state_bytes: optimizer state per rank: momentum, and AdamW's two moments.
+        state_on_host: whether it stands on the host (`offload_optimizer`).
+        host_bytes: all that offload keeps on the host, per rank.
         workspace_bytes: exchange buffers and iteration at their peak, per rank.
         shard_size: ranks that ZeRO partitions over; fewer than world_size: HSDP.
         publish_bytes: updates under way to and from other replicas at most, per rank (HSDP).
@@ -74,6 +76,8 @@ class Preview:
     bound_terms: tuple[float, float, float]
     traffic: tuple[Traffic, ...]
     state_bytes: int
+    state_on_host: bool
+    host_bytes: int
     adamw_state_bytes: int
     workspace_bytes: tuple[int, ...]
     publish_bytes: int
@@ -113,6 +117,7 @@ def preview(
     stage, everyone = subject.settings.stage, subject.settings.stage > 0
     matrix_numel, rest_numel = subject.matrix_numel, subject.rest_numel
     momentum = matrix_numel * subject.momentum_bytes / (world_size if everyone else 1)
+    state = math.ceil(momentum + rest_numel * 2 * _FP32 / (size if everyone else 1))
     return Preview(
         world_size=world_size,
         shard_size=size,
@@ -128,7 +133,9 @@ def preview(
         makespan_over_bound=span / max(bound_terms) if max(bound_terms) else 1.0,
         bound_terms=bound_terms,
         traffic=traffic(subject, counted, rates),
-        state_bytes=math.ceil(momentum + rest_numel * 2 * _FP32 / (size if everyone else 1)),
+        state_bytes=state,
+        state_on_host=subject.offload.optimizer,
+        host_bytes=_host_bytes(subject, size, state),
         adamw_state_bytes=math.ceil(
             (matrix_numel + rest_numel) * 2 * _FP32 / (world_size if everyone else 1)
         ),
@@ -139,6 +146,21 @@ def preview(
         exchange_seconds=exchange_seconds(subject, counted, rates) if rates else None,
         warnings=tuple(_warnings(subject, run)),
     ), run
+
+
+def _host_bytes(subject: Subject, size: int, state: int) -> int:
+    """Masters and their gradients in fp32, state, and the weights that ZeRO keeps beside them.
+
+    ZeRO-1/2 bring updated weights to the device through a copy in their own dtype; ZeRO-3 keeps its
+    shards there if they are offloaded.
+    """
+    offload, per_element = subject.offload, 0
+    if offload.optimizer:
+        per_element += 2 * _FP32
+    if offload.parameters or (offload.optimizer and subject.settings.stage < 3):
+        per_element += subject.weight_bytes
+    numel = subject.matrix_numel + subject.rest_numel
+    return math.ceil(per_element * numel / size) + (state if offload.optimizer else 0)
 
 
 def _publish_bytes(subject: Subject, run: PlannedRun) -> int:

@@ -64,10 +64,20 @@ def _facts(found: Preview) -> list[tuple[str, str]]:
         ("makespan over sum/N", f"{found.makespan_over_mean:.3f}"),
         ("makespan over the bound", f"{found.makespan_over_bound:.3f}"),
         ("bound: sum/N, largest, two that share", f"{mean:.3g}, {largest:.3g}, {shared:.3g} flops"),
-        ("optimizer state per rank", f"{found.state_bytes / _MIB:,.1f} MiB"),
+        (
+            "optimizer state per rank",
+            f"{found.state_bytes / _MIB:,.1f} MiB" + (", on the host" * found.state_on_host),
+        ),
+        *(
+            [("all that is offloaded, per rank", f"{found.host_bytes / _MIB:,.1f} MiB on the host")]
+            if found.host_bytes
+            else []
+        ),
         ("the same for AdamW over all ranks", f"{found.adamw_state_bytes / _MIB:,.1f} MiB"),
         (
-            "exchange and iteration at peak",
+            "exchange and iteration at peak, on the device"
+            if found.host_bytes
+            else "exchange and iteration at peak",
             f"{max(workspace) / _MIB:,.1f} MiB, {average / _MIB:,.1f} on average",
         ),
         *(

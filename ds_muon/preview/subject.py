@@ -18,7 +18,7 @@ from ds_muon.plan.layout import Layout
 from ds_muon.plan.plan import Plan
 from ds_muon.plan.predict import PlannedParameter, ZeroSettings, predict_layouts
 from ds_muon.planning import plan_run
-from ds_muon.preview.config_file import ConfigFile
+from ds_muon.preview.config_file import ConfigFile, Offload
 from ds_muon.routing import Route, RoutingTable, route_parameters
 
 
@@ -82,6 +82,7 @@ class Subject:
     table: RoutingTable
     low_precision: bool
     gradient_bytes: int
+    offload: Offload
     warning: str | None
 
     @property
@@ -98,6 +99,11 @@ class Subject:
     def rest_numel(self) -> int:
         """Elements that AdamW trains."""
         return sum(r.numel for r in self.table.routes.values()) - self.matrix_numel
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes per element of the model's weights."""
+        return 2 if self.low_precision else 4
 
     @property
     def momentum_bytes(self) -> int:
@@ -151,5 +157,6 @@ def read_subject(model: nn.Module, ds_config: ConfigFile) -> Subject:
         table=table,
         low_precision=ds_config.low_precision,
         gradient_bytes=ds_config.gradient_bytes,
+        offload=ds_config.offload,
         warning=table.require_matrices(),
     )

@@ -68,10 +68,15 @@ def sweep_shard_sizes(subject: Subject, *, world_size: int, cluster: Cluster) ->
     """Plan every shard size that divides the world; one that fits best is recommended.
 
     Raises:
-        ValueError: the stage does not partition anything.
+        ValueError: the stage does not partition anything, or what it does is offloaded.
     """
     if not subject.settings.stage:
         raise ValueError("--sweep-shard-size needs zero_optimization.stage 1, 2 or 3")
+    if subject.offload.optimizer or subject.offload.parameters:
+        raise ValueError(
+            "--sweep-shard-size compares hsdp's shard sizes, and DMuon has no hsdp with "
+            "zero_optimization.offload_optimizer or offload_param; remove these"
+        )
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     rows = [
         _row(subject, preview(subject, world_size=world_size, shard_size=size)[0], cluster)
@@ -122,7 +127,7 @@ def _state_bytes(subject: Subject, found: Preview) -> int:
     """
     stage, size, config = subject.settings.stage, found.shard_size, subject.config
     numel = subject.matrix_numel + subject.rest_numel
-    element = 2 if subject.low_precision else _FP32
+    element = subject.weight_bytes
     weights = element * numel / (size if stage == 3 else 1)
     if stage == 3 and config.reshard_after_forward is False:
         weights += element * subject.matrix_numel

@@ -15,6 +15,7 @@ from ds_muon.ortho.recipes import resolve
 from ds_muon.plan.layout import Matrix, Placement, split_parameter_layout
 from ds_muon.plan.traffic import STRATEGIES
 from ds_muon.planning import MIB, plan_layout
+from ds_muon.run.crossing import HostBuffers
 from ds_muon.run.step import LeafStep, StepEngine
 from ds_muon.zero.seams import DeepSpeedTransport
 from tests.harness import ranks
@@ -24,7 +25,9 @@ from tests.harness.memory import peak_allocated
 SHAPES = [(96, 256), (256, 96), (128, 128), (64, 64), (64, 640)] * 3 + [(160, 1024)]
 
 
-def measured(*, params: dict[str, Any], staging: int, block: int) -> dict[str, Any]:
+def measured(
+    *, params: dict[str, Any], staging: int, block: int, offload: bool = False
+) -> dict[str, Any]:
     """Run on a rank: one step over ZeRO-3 pieces, with small chunks so that blocks are many."""
     import ds_muon.ortho.chunks as chunks
     import ds_muon.ortho.newton_schulz as newton_schulz
@@ -64,6 +67,7 @@ def measured(*, params: dict[str, Any], staging: int, block: int) -> dict[str, A
             device=device,
             inflight=config.max_inflight_buckets,
             keep_buffers=config.preallocate_workspace,
+            crossing=HostBuffers(device, pin=True) if offload else None,
         )
         engine.run(0, [leaf])
         in_step = peak_allocated(lambda: engine.run(0, [leaf]))
@@ -98,10 +102,17 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("params", GRID, ids=lambda p: "-".join(map(str, p.values())))
+OFFLOADED = [{**GRID[0], "offload": True}, {**GRID[6], "offload": True}]
+
+
+@pytest.mark.parametrize(
+    "params", [*GRID, *OFFLOADED], ids=lambda p: "-".join(map(str, p.values()))
+)
 def test_live_bytes_of_the_step_are_the_plans_and_within_the_cap(params: dict[str, Any]) -> None:
     # The block and chunk sizes leave the last matrix a block of 1/4 and passes of many chunks.
-    out = ranks.run(2, measured, params={**params, "workspace_mb": 1}, staging=2048, block=2**15)
+    params = {**params, "workspace_mb": 1}
+    offload = params.pop("offload", False)
+    out = ranks.run(2, measured, params=params, staging=2048, block=2**15, offload=offload)
     for o in out:
         # Scalars (norms, step sizes) are a few hundred bytes; they are not matrices. Gloo's
         # all_gather_into_tensor receives into a copy of its own, for as many as are in flight.

@@ -19,8 +19,21 @@ ASKED: dict[str, dict[str, Any]] = {
     "zero_hpz_partition_size": {"stage": 3, "zero": {"zero_hpz_partition_size": 2}},
     "zero_quantized_weights": {"stage": 3, "zero": {"zero_quantized_weights": True}},
     "zero_quantized_gradients": {"stage": 3, "zero": {"zero_quantized_gradients": True}},
-    "offload_optimizer.device": {"stage": 2, "zero": {"offload_optimizer": CPU}},
-    "offload_param.device": {"stage": 3, "zero": {"offload_param": CPU}},
+    "offload_optimizer.device, offload_param.device = nvme": {
+        "stage": 3,
+        "zero": {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
+    },
+    "offload_optimizer.ratio": {"stage": 3, "zero": {"offload_optimizer": {**CPU, "ratio": 0.5}}},
+    "optimizer.params.hsdp": {
+        "stage": 2,
+        "params": {"hsdp": {"shard_size": 1}},
+        "zero": {"offload_optimizer": CPU},
+    },
+    "optimizer.params.param_source": {
+        "stage": 3,
+        "params": {"param_source": "owner_broadcast"},
+        "zero": {"offload_param": CPU},
+    },
     "super_offload": {"stage": 3, "zero": {"offload_optimizer": {**CPU, "super_offload": True}}},
     "elastic_checkpoint": {"stage": 1, "zero": {"elastic_checkpoint": True}},
     "torch_autocast.enabled": {

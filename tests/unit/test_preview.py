@@ -55,6 +55,25 @@ def test_a_hugging_face_folder_is_planned_without_weights(
     assert found["adamw_state_bytes"] == -(-(2 * per_layer + rest) * 8 // 4)
 
 
+@pytest.mark.parametrize(
+    ("example", "masters", "beside"), [("zero2_offload", 8, 2), ("zero3_offload", 8, 2)]
+)
+def test_offload_says_what_stands_on_the_host(
+    example: str, masters: int, beside: int, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--config", str(EXAMPLES / f"{example}.json"), "--model", str(llama)]
+    assert main(["plan", *arguments, "--world-size", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    numel = found["matrix_numel"] + found["rest_numel"]
+    assert found["state_on_host"]
+    assert found["host_bytes"] == -(-(masters + beside) * numel // 4) + found["state_bytes"]
+    assert main(["plan", *arguments, "--world-size", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "on the host" in printed and "on the device" in printed
+    assert main(["plan", *arguments, "--world-size", "4", "--sweep-shard-size"]) == 1
+    assert "offload_optimizer" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("example", ["stage0", "zero1", "zero2", "zero3", "exchange_broadcast"])
 def test_every_stage_is_planned_and_printed(
     example: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -267,8 +286,23 @@ def test_tables_show_matrices_and_shard_sizes(capsys: pytest.CaptureFixture[str]
         ('{"optimizer": {"type": "DMuon"}, "bf16": true}', "bf16: "),
         (
             '{"optimizer": {"type": "DMuon"}, "zero_optimization": '
-            '{"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
+            '{"stage": 3, "offload_optimizer": {"device": "nvme"}}}',
             "offload_optimizer.device",
+        ),
+        (
+            '{"optimizer": {"type": "DMuon"}, "zero_optimization": '
+            '{"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}',
+            "offload_optimizer.ratio",
+        ),
+        (
+            '{"optimizer": {"type": "DMuon", "params": {"hsdp": {"shard_size": 2}}}, '
+            '"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
+            "optimizer.params.hsdp",
+        ),
+        (
+            '{"optimizer": {"type": "DMuon", "params": {"param_source": "owner_broadcast"}}, '
+            '"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
+            "optimizer.params.param_source",
         ),
         (
             '{"optimizer": {"type": "DMuon", "params": {"hsdp": {"shard_size": 2}}}, '
