@@ -33,6 +33,7 @@ RULES = """
   Muon, since Newton-Schulz ignores scale: freeze what must stand still (requires_grad), or
   `exclude` it. Under ZeRO-1, 2 and 3 DeepSpeed's own reduction needs every
   rank's backward to reach the same parameters, whatever the optimizer.
+- [Offload](offload.md) to the CPU changes where things are kept, not what is computed.
 - `hsdp` needs ZeRO's own optimizers: BF16_Optimizer is refused with it and with
   `hide_param_gather`.
 - `get_global_grad_norm()` is the norm of the raw gradient. It is None where DeepSpeed has none:

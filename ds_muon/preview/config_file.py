@@ -157,8 +157,8 @@ def _require_usable_offload(found: ConfigFile) -> None:
     for which in ("optimizer", "param"):
         if zero.offloads(which).device == "nvme":
             raise ValueError(
-                f"zero_optimization.offload_{which}.device is 'nvme', which DMuon does not support; "
-                "set it to cpu"
+                f"zero_optimization.offload_{which}.device is 'nvme', which DMuon does not "
+                "support; set it to cpu"
             )
     section = zero.offloads("optimizer")
     if offload.optimizer and (section.ratio != 1.0 or section.super_offload):

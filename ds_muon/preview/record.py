@@ -149,15 +149,16 @@ def preview(
 
 
 def _host_bytes(subject: Subject, size: int, state: int) -> int:
-    """Masters and their gradients in fp32, state, and the weights that ZeRO keeps beside them.
+    """Masters and their gradients in fp32, state, and what ZeRO keeps beside them.
 
-    ZeRO-1/2 bring updated weights to the device through a copy in their own dtype; ZeRO-3 keeps its
-    shards there if they are offloaded.
+    ZeRO-1/2 bring updated weights to the device through a copy in their own dtype; ZeRO-3 keeps
+    gradient shards there, and weights' shards if they are offloaded.
     """
     offload, per_element = subject.offload, 0
     if offload.optimizer:
-        per_element += 2 * _FP32
-    if offload.parameters or (offload.optimizer and subject.settings.stage < 3):
+        beside = subject.gradient_bytes if subject.settings.stage == 3 else subject.weight_bytes
+        per_element += 2 * _FP32 + beside
+    if offload.parameters:
         per_element += subject.weight_bytes
     numel = subject.matrix_numel + subject.rest_numel
     return math.ceil(per_element * numel / size) + (state if offload.optimizer else 0)

@@ -201,7 +201,7 @@ class Verifier:
     def _whole(
         self, layout: Layout, index: int, flats: Sequence[Tensor], *, momentum: bool = False
     ) -> Tensor:
-        """Bring one matrix together on every rank of its row, flat, in fp32 and where leaves are."""
+        """Bring one matrix together on every rank of its row, flat, in fp32, where leaves are."""
         pieces = layout.fragments[index]
         rank, size = self._row.rank, layout.world_size
         own = [_piece(flats, p, momentum=momentum) for p in pieces if p.rank == rank]

@@ -71,6 +71,7 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         replication = Replication(
             engine, mesh, config, config.hsdp, prepared.spec, sets, rows, device=device
         )
+    crossing = crossing_for(engine, device)
     step_engine = StepEngine(
         prepared.row,
         prepared.spec,
@@ -78,7 +79,7 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         device=device,
         inflight=config.max_inflight_buckets,
         keep_buffers=config.preallocate_workspace,
-        crossing=crossing_for(engine, device),
+        crossing=crossing,
         publisher=None if replication is None else replication.publisher,
     )
     optimizer.bind(_binding(engine, prepared, sets, step_engine, replication))
@@ -96,11 +97,19 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
     leaves = [leaf for group in optimizer.param_groups for leaf in group["params"]]
     flat = leaves or [tensor for s in sets for tensor in s.tensors]
     CheckpointLoader(engine, optimizer, flat, prepared.transport)
-    say(_describe(plans, step_engine, prepared, communicator), rank=prepared.transport.rank)
+    described = _describe(plans, step_engine, prepared, communicator)
+    if crossing is not None:
+        described += "; master weights, momentum and AdamW (torch's) are on the host"
+    _say_plan(described, plans, prepared)
+
+
+def _say_plan(described: str, plans: Sequence[Plan], prepared: Preparation) -> None:
+    rank = prepared.transport.rank
+    say(described, rank=rank)
     for plan in plans:
-        warning = plan.oversize_warning(config.workspace_mb)
+        warning = plan.oversize_warning(prepared.config.workspace_mb)
         if warning:
-            say(warning, rank=prepared.transport.rank, level=logging.WARNING)
+            say(warning, rank=rank, level=logging.WARNING)
 
 
 def _binding(

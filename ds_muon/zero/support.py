@@ -76,6 +76,11 @@ SUPPORTED: tuple[Supported, ...] = (
         precision="fp32, bf16, fp16",
         test="tests/distributed/test_hsdp.py, test_hsdp_checkpoint.py",
     ),
+    Supported(
+        regime="CPU offload: `offload_optimizer` at ZeRO-1, 2, 3, `offload_param` at ZeRO-3",
+        precision="fp32, bf16, fp16",
+        test="tests/distributed/test_offload.py",
+    ),
 )
 
 
@@ -184,8 +189,7 @@ REFUSALS: tuple[Refusal, ...] = (
         key="optimizer.params.hsdp, zero_optimization.offload_optimizer, offload_param",
         remedy="remove one of them; without hsdp ZeRO shards over all ranks",
         is_asked=lambda e: (
-            _param(e, "hsdp") is not None
-            and (is_on_host(e, "optimizer") or is_on_host(e, "param"))
+            _param(e, "hsdp") is not None and (is_on_host(e, "optimizer") or is_on_host(e, "param"))
         ),
     ),
     Refusal(

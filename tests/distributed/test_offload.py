@@ -56,9 +56,7 @@ def train(*, stage: int, params: dict[str, Any], zero_init: bool, **config: Any)
         if owner == rank
     ]
     held = sum(
-        plan.layout.held_numel(i, rank)
-        for plan in plans
-        for i in range(len(plan.layout.matrices))
+        plan.layout.held_numel(i, rank) for plan in plans for i in range(len(plan.layout.matrices))
     )
     return {
         "masters": masters(engine),
@@ -152,17 +150,18 @@ def test_offload_changes_no_bit_and_no_owner(name: str) -> None:
     assert steps == 2 if "fp16" in cell else steps == STEPS
 
 
-def alternating(*, stage: int, zero: dict[str, Any], uses: list[list[bool]]) -> dict[str, Any]:
+def alternating(*, stage: int, uses: list[list[bool]], **config: Any) -> dict[str, Any]:
     """Run on a rank: a layer that only some micro-batches use, the same ones on all ranks."""
     torch.manual_seed(0)
     params = {"lr": 1e-2, "ns_dtype": "fp32"}
-    config = ds_config(stage, params=params, zero=zero, accumulation=len(uses[0]))
-    engine, *_ = deepspeed.initialize(model=TwoPaths(), config=config)
+    built = ds_config(stage, params=params, accumulation=len(uses[0]), **config)
+    engine, *_ = deepspeed.initialize(model=TwoPaths(), config=built)
     start, norms = masters(engine), []
     generator = torch.Generator().manual_seed(10 + torch.distributed.get_rank())
     for step in uses:
         for use in step:
             batch = torch.randn(2, 8, generator=generator)
+            batch = batch.to(engine.module.always.weight.dtype)
             engine.backward(engine(batch, use_extra=use))
             engine.step()
         norms.append(float(engine.get_global_grad_norm()))
@@ -170,14 +169,18 @@ def alternating(*, stage: int, zero: dict[str, Any], uses: list[list[bool]]) -> 
 
 
 USES = [[True, True], [True, False], [False, True], [False, False]]
+WIDE = {"dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}
 
 
-@pytest.mark.parametrize(("stage", "zero"), [(1, OPTIMIZER), (3, OPTIMIZER), (3, {})])
+@pytest.mark.parametrize(
+    ("stage", "zero", "config"),
+    [(1, OPTIMIZER, {}), (1, OPTIMIZER, WIDE), (3, OPTIMIZER, {}), (3, {}, {})],
+)
 def test_no_gradient_is_left_over_from_another_step_or_lost(
-    stage: int, zero: dict[str, Any]
+    stage: int, zero: dict[str, Any], config: dict[str, Any]
 ) -> None:
-    right = ranks.run(2, alternating, stage=2, zero={}, uses=USES)[0]
-    found = ranks.run(2, alternating, stage=stage, zero=zero, uses=USES)[0]
+    right = ranks.run(2, alternating, stage=2, uses=USES, **config)[0]
+    found = ranks.run(2, alternating, stage=stage, zero=zero, uses=USES, **config)[0]
     # Partitions are cut and summed in another order.
     assert found["norms"] == pytest.approx(right["norms"], rel=1e-6)
     expected = {n: w.double() for n, w in right["end"].items()}

@@ -63,9 +63,7 @@ def step_engine(params: dict[str, Any], crossing: HostBuffers | None) -> StepEng
 def leaf_step() -> LeafStep:
     torch.manual_seed(3)
     weights, momentum, grad = (torch.randn(HELD) for _ in range(3))
-    return LeafStep(
-        weights=weights, momentum=momentum, grad=grad, lr=0.1, weight_decay=0.1, mu=0.9
-    )
+    return LeafStep(weights=weights, momentum=momentum, grad=grad, lr=0.1, weight_decay=0.1, mu=0.9)
 
 
 def buffers_of(crossing: HostBuffers) -> list[Tensor]:
@@ -128,15 +126,16 @@ def test_a_buffer_is_not_written_before_its_copy_is_done() -> None:
         crossing._copied[turn] = Event(turn)
         log.append(f"copy {turn}")
 
-    with mock.patch.object(crossing, "_copy", copy), mock.patch.object(
-        chunks_module, "CHUNK_NUMEL", 2
+    with (
+        mock.patch.object(crossing, "_copy", copy),
+        mock.patch.object(chunks_module, "CHUNK_NUMEL", 2),
     ):
         out, given = torch.zeros(6), torch.arange(6.0)
         for u, own in crossing.outgoing(out, given):
             log.append("write")
             u.copy_(own)
         assert torch.equal(out, given)
-        assert log == "write|copy 1|write|copy 0|wait 1|write|copy 1".split("|")
+        assert log == ["write", "copy 1", "write", "copy 0", "wait 1", "write", "copy 1"]
         log.clear()
         into = torch.zeros(6)
         for step, own in crossing.incoming(out, into):

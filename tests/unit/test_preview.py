@@ -56,17 +56,17 @@ def test_a_hugging_face_folder_is_planned_without_weights(
 
 
 @pytest.mark.parametrize(
-    ("example", "masters", "beside"), [("zero2_offload", 8, 2), ("zero3_offload", 8, 2)]
+    ("example", "per_element"), [("zero2_offload", 4 + 4 + 2), ("zero3_offload", 4 + 4 + 2 + 2)]
 )
 def test_offload_says_what_stands_on_the_host(
-    example: str, masters: int, beside: int, llama: Path, capsys: pytest.CaptureFixture[str]
+    example: str, per_element: int, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--config", str(EXAMPLES / f"{example}.json"), "--model", str(llama)]
     assert main(["plan", *arguments, "--world-size", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     numel = found["matrix_numel"] + found["rest_numel"]
     assert found["state_on_host"]
-    assert found["host_bytes"] == -(-(masters + beside) * numel // 4) + found["state_bytes"]
+    assert found["host_bytes"] == -(-per_element * numel // 4) + found["state_bytes"]
     assert main(["plan", *arguments, "--world-size", "4"]) == 0
     printed = capsys.readouterr().out
     assert "on the host" in printed and "on the device" in printed
