@@ -69,6 +69,7 @@ class StepEngine:
 
     Attributes:
         device: where exchange and Newton-Schulz run.
+        crosses: whether leaves are elsewhere.
         recorder: observes the steps it is active in, if there is one.
     """
 
@@ -85,7 +86,7 @@ class StepEngine:
         publisher: Publisher | None = None,
     ) -> None:
         self.transport = transport
-        self.device = device
+        self.device, self.crosses = device, crossing is not None
         self.publisher = publisher
         self.recorder: Recorder | None = None
         self._spec = spec

@@ -71,7 +71,6 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         replication = Replication(
             engine, mesh, config, config.hsdp, prepared.spec, sets, rows, device=device
         )
-    crossing = crossing_for(engine, device)
     step_engine = StepEngine(
         prepared.row,
         prepared.spec,
@@ -79,7 +78,7 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         device=device,
         inflight=config.max_inflight_buckets,
         keep_buffers=config.preallocate_workspace,
-        crossing=crossing,
+        crossing=crossing_for(engine, device),
         publisher=None if replication is None else replication.publisher,
     )
     optimizer.bind(_binding(engine, prepared, sets, step_engine, replication))
@@ -97,15 +96,17 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
     leaves = [leaf for group in optimizer.param_groups for leaf in group["params"]]
     flat = leaves or [tensor for s in sets for tensor in s.tensors]
     CheckpointLoader(engine, optimizer, flat, prepared.transport)
-    described = _describe(plans, step_engine, prepared, communicator)
-    if crossing is not None:
-        described += "; master weights, momentum and AdamW (torch's) are on the host"
-    _say_plan(described, plans, prepared)
+    _say_plan(plans, step_engine, prepared, communicator)
 
 
-def _say_plan(described: str, plans: Sequence[Plan], prepared: Preparation) -> None:
+def _say_plan(
+    plans: Sequence[Plan], step_engine: StepEngine, prepared: Preparation, communicator: int
+) -> None:
     rank = prepared.transport.rank
-    say(described, rank=rank)
+    said = _describe(plans, step_engine, prepared, communicator)
+    if step_engine.crosses:
+        said += "; master weights, momentum and AdamW (torch's) are on the host"
+    say(said, rank=rank)
     for plan in plans:
         warning = plan.oversize_warning(prepared.config.workspace_mb)
         if warning:
