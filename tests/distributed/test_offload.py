@@ -174,7 +174,7 @@ WIDE = {"dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}
 
 @pytest.mark.parametrize(
     ("stage", "zero", "config"),
-    [(1, OPTIMIZER, {}), (1, OPTIMIZER, WIDE), (3, OPTIMIZER, {}), (3, {}, {})],
+    [(1, OPTIMIZER, {}), (2, OPTIMIZER, WIDE), (3, OPTIMIZER, {}), (3, {}, {})],
 )
 def test_no_gradient_is_left_over_from_another_step_or_lost(
     stage: int, zero: dict[str, Any], config: dict[str, Any]
@@ -190,7 +190,11 @@ def test_no_gradient_is_left_over_from_another_step_or_lost(
 @pytest.mark.parametrize(
     "config",
     [
-        {"stage": 2, "dtype": "fp16", "zero": OPTIMIZER},
+        {
+            "stage": 2,
+            "fp16": {"enabled": True, "initial_scale_power": 8},
+            "zero": OPTIMIZER,
+        },
         {"stage": 3, "dtype": "bf16", "zero": {**OPTIMIZER, **PARAM}},
     ],
     ids=["stage 2", "stage 3"],
