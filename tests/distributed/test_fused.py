@@ -51,11 +51,11 @@ def compare(*, stage: int, zero: Any = None, **params: Any) -> dict[str, Any]:
     return {"errors": errors, "shapes": shapes, "cut": fused["cut"]}
 
 
-def require_equal(out: list[dict[str, Any]], *, stage: int) -> None:
+def require_equal(out: list[dict[str, Any]], *, cut: int) -> None:
     for of_rank in out:
         worst = max(of_rank["errors"], key=of_rank["errors"].get)
         assert of_rank["errors"][worst] < UPDATE_ERROR, worst
-        assert of_rank["cut"] >= {0: 0, 1: 1, 2: 1, 3: 20}[stage]
+        assert of_rank["cut"] >= cut, "no matrix was cut, the test shows nothing"
     fused, separate = (sorted(s for o in out for s in o["shapes"][i]) for i in range(2))
     assert len(fused) == 3 * 30 and fused == separate
 
@@ -64,19 +64,17 @@ def require_equal(out: list[dict[str, Any]], *, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fused_is_trained_as_separate(world: int, stage: int) -> None:
     # Every step verified: the check knows where columns stand.
-    require_equal(ranks.run(world, compare, stage=stage, verify_every=1), stage=stage)
+    out = ranks.run(world, compare, stage=stage, verify_every=1)
+    require_equal(out, cut={0: 0, 1: 3, 2: 3, 3: 10}[stage])
 
 
 def test_packed_owners_and_tiny_sub_groups() -> None:
-    params = {"param_source": "owner_broadcast", "momentum_dtype": "bf16"}
     zero = {"sub_group_size": 120, "stage3_param_persistence_threshold": 0}
-    out = ranks.run(3, compare, stage=3, zero=zero, **params)
-    for of_rank in out:
-        # Momentum in bf16 has few digits: a rounding apart is 2^-8 of it, and both have that.
-        assert max(of_rank["errors"].values()) < 2e-2
+    out = ranks.run(3, compare, stage=3, zero=zero, param_source="owner_broadcast")
+    require_equal(out, cut=10)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_replicas(stage: int) -> None:
     out = ranks.run(4, compare, stage=stage, hsdp={"shard_size": 2}, verify_every=1)
-    require_equal(out, stage=stage)
+    require_equal(out, cut={2: 1, 3: 5}[stage])

@@ -124,12 +124,15 @@ class Separate(nn.Module):
 
 
 class Zoo(nn.Module):
-    """Every layout at once; the loss is smooth in every map."""
+    """Every layout at once; the loss is smooth in every map.
+
+    The order puts ZeRO-1/2's edges into Columns on two ranks, and into HeadByHead on three.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(11)
-        kinds = (RowsOfThreeSizes, HeadByHead, Columns, Gated, Experts, TransposedExperts)
+        kinds = (RowsOfThreeSizes, Gated, Experts, Columns, HeadByHead, TransposedExperts)
         self.units = nn.ModuleList(kind() for kind in kinds)
 
     def forward(self, x: Tensor) -> Tensor:

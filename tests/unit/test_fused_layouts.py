@@ -56,7 +56,7 @@ def test_heads_of_fused_parts_are_their_rows() -> None:
     zoo = Zoo()
     table = route_parameters(zoo, parse({"per_head_muon": True}))
     params = dict(zoo.named_parameters())
-    for number, name in enumerate(("qkv_proj", "query_key_value", "c_attn")):
+    for number, name in ((0, "qkv_proj"), (4, "query_key_value"), (3, "c_attn")):
         full = f"units.{number}.{name}.weight"
         found = matrices(table.routes[full], params[full])
         for label, weight in zoo.units[number].maps().items():
@@ -64,7 +64,7 @@ def test_heads_of_fused_parts_are_their_rows() -> None:
             for index, head in enumerate(heads):
                 assert torch.equal(found.pop(f"[{label} {index}]"), head)
         assert not found
-    gated = table.routes["units.3.gate_up_proj.weight"]
+    gated = table.routes["units.1.gate_up_proj.weight"]
     assert [p.matrix.rows for p in gated.placements] == [7, 7]
     assert table.routes["units.0.qkv_proj.weight"].reason == "matrix, one per head of q, k, v"
 
@@ -93,16 +93,16 @@ def test_split_wins_over_what_is_recognised() -> None:
     rules = {
         "*c_attn*": {"none": True},
         "*query_key*": {"heads": 9},
-        "units.4.gate*": {"rows": [5, 7]},
+        "units.2.gate*": {"rows": [5, 7]},
     }
     routes = route_parameters(zoo, parse({"split": rules, "per_head_muon": True})).routes
     shapes = {
         name: [(p.matrix.rows, p.matrix.cols) for p in routes[name].placements]
-        for name in ("units.2.c_attn.weight", "units.1.query_key_value.weight")
+        for name in ("units.3.c_attn.weight", "units.4.query_key_value.weight")
     }
-    assert shapes["units.2.c_attn.weight"] == [(10, 36)]
-    assert shapes["units.1.query_key_value.weight"] == [(4, 10)] * 9
-    assert [p.matrix.rows for p in routes["units.4.gate_up_proj"].placements] == [5, 7] * 3
+    assert shapes["units.3.c_attn.weight"] == [(10, 36)]
+    assert shapes["units.4.query_key_value.weight"] == [(4, 10)] * 9
+    assert [p.matrix.rows for p in routes["units.2.gate_up_proj"].placements] == [5, 7] * 3
 
 
 MISFITS: tuple[tuple[dict[str, Any], str], ...] = (
