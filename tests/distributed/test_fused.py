@@ -8,9 +8,10 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_optimizer_state
 
 from tests.harness import ranks
-from tests.harness.fused import Zoo, whole_maps
+from tests.harness.fused import HEADS, Zoo, whole_maps
 from tests.harness.training import counting_newton_schulz, ds_config, masters
 
 # Gradients of three and more ranks are summed in another order where a bucket begins elsewhere, and
@@ -30,34 +31,62 @@ def train(model: Zoo, config: dict[str, Any]) -> dict[str, Any]:
             own = torch.randn(24, 10, generator=generator).chunk(world)[rank]
             engine.backward(engine(own))
             engine.step()
-    plans = engine.basic_optimizer.binding.engine.plans
-    layouts = [plan.layout for plan in plans]
+    binding = engine.basic_optimizer.binding
+    layouts = [plan.layout for plan in binding.engine.plans]
     cut = sum(len(x.holders(i)) > 1 for x in layouts for i in range(len(x.matrices)))
-    return {"maps": whole_maps(model, masters(engine)), "shapes": shapes, "cut": cut}
+    maps, momentum = whole_maps(model, masters(engine)), {}
+    if engine.zero_optimization_stage():
+        named = engine.module.named_parameters()
+        whole = {n: safe_get_full_optimizer_state(p, "momentum_buffer") for n, p in named}
+        momentum = whole_maps(model, whole)
+    if binding.spread is not None:
+        require_the_way_back(binding.spread)
+    return {"maps": maps, "momentum": momentum, "shapes": shapes, "cut": cut}
 
 
-def compare(*, stage: int, zero: Any = None, **params: Any) -> dict[str, Any]:
-    """Run on a rank: the largest relative error of a map's update."""
+def require_the_way_back(spread: Any) -> None:
+    """What replica 0 brought together for a checkpoint gives each element back."""
+    full = spread.full()
+    for index, momentum in enumerate(full or ()):
+        kept = spread.buffers[index].clone()
+        spread.buffers[index].zero_()
+        spread.cut(index, momentum)
+        assert kept.any() and torch.equal(kept, spread.buffers[index])
+
+
+def compare(
+    *,
+    stage: int,
+    zero: Any = None,
+    only_fused: Any = None,
+    only_separate: Any = None,
+    **params: Any,
+) -> dict[str, Any]:
+    """Run on a rank: the relative error of every map's update and momentum."""
     common = {"lr": 2e-2, "ns_dtype": "fp32", "lr_scale": "original", **params}
-    config = ds_config(stage, params=common, zero=zero)
+    fused, separate = (
+        train(model, ds_config(stage, params={**common, **(own or {})}, zero=zero))
+        for model, own in ((Zoo(), only_fused), (Zoo().separate(), only_separate))
+    )
     start = whole_maps(Zoo(), dict(Zoo().named_parameters()))
-    fused = train(Zoo(), config)
-    separate = train(Zoo().separate(), config)
     errors = {}
     for name, weight in fused["maps"].items():
         update = separate["maps"][name] - start[name]
         errors[name] = float((weight - separate["maps"][name]).norm() / update.norm())
+    for name, momentum in fused["momentum"].items():
+        other = separate["momentum"][name]
+        errors[f"momentum of {name}"] = float((momentum - other).norm() / other.norm())
     shapes = [[tuple(sorted(shape)) for shape in run["shapes"]] for run in (fused, separate)]
     return {"errors": errors, "shapes": shapes, "cut": fused["cut"]}
 
 
-def require_equal(out: list[dict[str, Any]], *, cut: int) -> None:
+def require_equal(out: list[dict[str, Any]], *, cut: int, matrices: int = 30) -> None:
     for of_rank in out:
         worst = max(of_rank["errors"], key=of_rank["errors"].get)
         assert of_rank["errors"][worst] < UPDATE_ERROR, worst
         assert of_rank["cut"] >= cut, "no matrix was cut, the test shows nothing"
     fused, separate = (sorted(s for o in out for s in o["shapes"][i]) for i in range(2))
-    assert len(fused) == 3 * 30 and fused == separate
+    assert len(fused) == 3 * matrices and fused == separate
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -72,6 +101,15 @@ def test_packed_owners_and_tiny_sub_groups() -> None:
     zero = {"sub_group_size": 120, "stage3_param_persistence_threshold": 0}
     out = ranks.run(3, compare, stage=3, zero=zero, param_source="owner_broadcast")
     require_equal(out, cut=10)
+
+
+def test_one_matrix_per_head() -> None:
+    heads = {"heads": HEADS}
+    fused = {"split": {}, "per_head_muon": True}
+    by_hand = {f"units.{n}.linears.{p}.weight": heads for n in (3, 4) for p in "qkv"}
+    separate = {"split": {"units.0.linears.q.weight": heads, **by_hand}}
+    out = ranks.run(3, compare, stage=1, only_fused=fused, only_separate=separate)
+    require_equal(out, cut=2, matrices=30 + 7 * (HEADS - 1))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
