@@ -17,6 +17,9 @@ from tests.harness.training import counting_newton_schulz, ds_config, masters
 # Gradients of three and more ranks are summed in another order where a bucket begins elsewhere, and
 # columns are orthogonalised as the transposed of what rows are; both are roundings of fp32.
 UPDATE_ERROR = 1e-5
+# Jordan's polynomial enlarges what rounds in a small singular value by up to 3.4445^5 = 485, and a
+# head of 4 rows has fewer large ones beside it than a whole map.
+HEAD_UPDATE_ERROR = 1e-4
 
 
 def train(model: Zoo, config: dict[str, Any]) -> dict[str, Any]:
@@ -80,10 +83,12 @@ def compare(
     return {"errors": errors, "shapes": shapes, "cut": fused["cut"]}
 
 
-def require_equal(out: list[dict[str, Any]], *, cut: int, matrices: int = 30) -> None:
+def require_equal(
+    out: list[dict[str, Any]], *, cut: int, matrices: int = 30, error: float = UPDATE_ERROR
+) -> None:
     for of_rank in out:
         worst = max(of_rank["errors"], key=of_rank["errors"].get)
-        assert of_rank["errors"][worst] < UPDATE_ERROR, worst
+        assert of_rank["errors"][worst] < error, worst
         assert of_rank["cut"] >= cut, "no matrix was cut, the test shows nothing"
     fused, separate = (sorted(s for o in out for s in o["shapes"][i]) for i in range(2))
     assert len(fused) == 3 * matrices and fused == separate
@@ -109,7 +114,8 @@ def test_one_matrix_per_head() -> None:
     by_hand = {f"units.{n}.linears.{p}.weight": heads for n in (3, 4) for p in "qkv"}
     separate = {"split": {"units.0.linears.q.weight": heads, **by_hand}}
     out = ranks.run(3, compare, stage=1, only_fused=fused, only_separate=separate)
-    require_equal(out, cut=2, matrices=30 + 7 * (HEADS - 1))
+    matrices = 30 + 7 * (HEADS - 1)
+    require_equal(out, cut=2, matrices=matrices, error=HEAD_UPDATE_ERROR)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
