@@ -137,7 +137,11 @@ class DMuonConfig(BaseModel):
     include: tuple[str, ...] = Field((), description="globs: parameters to train with Muon")
     exclude: tuple[str, ...] = Field((), description="globs: parameters to train with AdamW; wins")
     split: dict[str, dict[str, Any]] = Field(
-        {}, description='glob -> {"rows": [..]}, {"heads": n} or {"experts": true}'
+        {},
+        description="glob -> how to cut a parameter into matrices, instead of what is recognised: "
+        '{"rows": [..]} or {"cols": [..]}, blocks as stored; {"heads": n}, equal blocks of '
+        'outputs; {"interleaved": [..]}, outputs in turn; {"none": true}, whole; '
+        '{"experts": true}, whole per leading index',
     )
     adamw_above_mb: float | None = Field(
         None, gt=0.0, description="matrices above this size (fp32 MiB) go to AdamW"
@@ -149,7 +153,9 @@ class DMuonConfig(BaseModel):
     )
     amsgrad: Literal[False] = Field(False, description="DeepSpeed AdamW's key; false only")
     bias_correction: Literal[True] = Field(True, description="DeepSpeed AdamW's key; true only")
-    per_head_muon: bool = Field(False, description="the built-in's key: one matrix per head")
+    per_head_muon: bool = Field(
+        False, description="the built-in's key: queries, keys and values one matrix per head"
+    )
     torch_adam: bool = Field(
         True, description="the built-in's key; the AdamW half is torch's either way"
     )
@@ -183,7 +189,6 @@ class DMuonConfig(BaseModel):
 _RESERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ns_backend": (("auto", "eager"), "other Newton-Schulz backends"),
     "qk_clip": ((None,), "MuonClip"),
-    "per_head_muon": ((False,), "per-head matrices by model inspection; use split"),
 }
 
 
@@ -310,23 +315,29 @@ def _nested_fields(annotation: Any) -> tuple[str, ...]:
     return ()
 
 
+_SPLIT_LISTS, _SPLIT_FLAGS = ("rows", "cols", "interleaved"), ("none", "experts")
+
+
 def _check_split(glob: str, rule: dict[str, Any]) -> None:
-    kinds = set(rule)
-    if len(kinds) != 1 or not kinds <= {"rows", "heads", "experts"}:
+    known = (*_SPLIT_LISTS, "heads", *_SPLIT_FLAGS)
+    if len(rule) != 1 or not set(rule) <= set(known):
+        near = difflib.get_close_matches(next(iter(rule), ""), known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near and not set(rule) <= set(known) else ""
         raise ValueError(
-            f'split[{glob!r}] must be one of {{"rows": [..]}}, {{"heads": n}}, '
-            f'{{"experts": true}}, got {rule}'
+            f'split[{glob!r}] must be one of {{"rows": [..]}}, {{"cols": [..]}}, {{"heads": n}}, '
+            f'{{"interleaved": [..]}}, {{"none": true}}, {{"experts": true}}, got {rule}{hint}'
         )
-    kind, value = next(iter(rule.items()))
-    rows_ok = (
-        kind == "rows"
-        and isinstance(value, (list, tuple))
-        and value
-        and all(isinstance(r, int) and r > 0 for r in value)
-    )
-    heads_ok = kind == "heads" and type(value) is int and value > 0
-    if not (rows_ok or heads_ok or (kind == "experts" and value is True)):
-        raise ValueError(
-            f"split[{glob!r}].{kind} must be positive row counts, a positive head count or true, "
-            f"got {value!r}"
-        )
+    [(kind, value)] = rule.items()
+    if kind in _SPLIT_LISTS:
+        fits = isinstance(value, (list, tuple)) and value and all(map(_is_count, value))
+        wanted = "a list of positive whole numbers"
+    elif kind == "heads":
+        fits, wanted = _is_count(value), "a positive whole number"
+    else:
+        fits, wanted = value is True, "true"
+    if not fits:
+        raise ValueError(f"split[{glob!r}].{kind} must be {wanted}, got {value!r}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0

@@ -3,7 +3,7 @@
 
 Owns: the split, made before ZeRO flattens anything, and which setting wins: the configuration,
 then muon_lr / adam_lr, then what the user's group says.
-Never does: decide a route (routing.py), or know of ZeRO.
+Never does: decide a route (routing/), or know of ZeRO.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the documentation that code defines: docs/support.md, docs/config.md, README.
+"""Write the documentation that code defines: docs/support.md, docs/config.md, parts of others.
 
 python scripts/gen_docs.py            rewrites them
 python scripts/gen_docs.py --check    exits 1 if a file differs from what code says
@@ -18,11 +18,11 @@ from ds_muon.config import DMuonConfig, reserved_keys
 from ds_muon.ortho.coefficients import COEFFICIENTS
 from ds_muon.ortho.recipes import RECIPES
 from ds_muon.routing import HEAD_NAMES
+from ds_muon.routing.fused import FUSED_LAYOUTS
 from ds_muon.zero.support import refused_table, supported_table
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-BEGIN, END = "<!-- begin supported -->\n", "<!-- end supported -->\n"
 
 
 RULES = """
@@ -137,10 +137,21 @@ def config_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def readme() -> str:
-    """README.md with the generated table between its two markers."""
-    before, rest = (ROOT / "README.md").read_text().split(BEGIN)
-    return before + BEGIN + supported_table() + END + rest.split(END)[1]
+def fused_table() -> str:
+    lines = ["| parameter | maps, in the order of the outputs | where |", "|---|---|---|"]
+    for layout in FUSED_LAYOUTS:
+        names = list(layout.names)
+        shown_names = names if len(names) < 9 else [names[0], names[1], "..."]
+        called = ", ".join(f"`{name}`" for name in shown_names)
+        lines.append(f"| {called} | {layout.maps} | {layout.where} |")
+    return "\n".join(lines) + "\n"
+
+
+def between(path: Path, name: str, table: str) -> str:
+    """A page with a generated table between its two markers."""
+    begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->\n"
+    before, rest = path.read_text().split(begin)
+    return before + begin + table + end + rest.split(end)[1]
 
 
 def main() -> int:
@@ -151,7 +162,8 @@ def main() -> int:
     pages = {
         DOCS / "support.md": support_page(),
         DOCS / "config.md": config_page(),
-        ROOT / "README.md": readme(),
+        DOCS / "routing.md": between(DOCS / "routing.md", "fused", fused_table()),
+        ROOT / "README.md": between(ROOT / "README.md", "supported", supported_table()),
     }
     for path, text in pages.items():
         if not path.exists() or path.read_text() != text:

@@ -16,9 +16,17 @@ CHUNK_NUMEL = 2**21
 _BYTES_PER_ELEMENT = 10
 
 
-def chunks(*flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split flat tensors of equal length alike."""
-    return zip(*(t.split(CHUNK_NUMEL) for t in flat), strict=True)
+def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split tensors of equal shape alike: (numel,), or the (runs, run) of a strided block."""
+    return zip(*(_chunks(t) for t in tensors), strict=True)
+
+
+def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+    if tensor.ndim == 1:
+        yield from tensor.split(CHUNK_NUMEL)
+        return
+    for rows in tensor.split(max(1, CHUNK_NUMEL // tensor.shape[1])):
+        yield from rows.split(CHUNK_NUMEL, dim=1)
 
 
 def staging_bytes(numel: int) -> int:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The elementwise part of Muon: momentum and Nesterov, the lr factor by shape, the decayed step.
 
-Owns: formulas on flat ranges of a leaf; they are the same for a whole matrix and for a piece.
-Never does: know which range of which matrix it was given.
+Owns: formulas on parts of a leaf, flat or (runs, run); they are the same for a whole matrix and
+for a piece.
+Never does: know which part of which matrix it was given.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ def advance_momentum(buffer: Tensor, grad: Tensor, *, momentum: float) -> None:
     """buffer <- momentum * buffer + (1 - momentum) * grad, in place.
 
     Args:
-        buffer: flat (numel,), fp32 or a lower momentum dtype.
-        grad: flat (numel,), fp32.
+        buffer: (numel,) or (runs, run), fp32 or a lower momentum dtype.
+        grad: of the same shape, fp32.
     """
     for held, new in chunks(buffer, grad):
         if held.dtype == new.dtype:
@@ -43,9 +44,9 @@ def write_direction(
     """Write u, rounded to the wire dtype: what Newton-Schulz is applied to.
 
     Args:
-        out: flat (numel,), in the wire dtype or one that holds all of its values.
-        buffer: flat (numel,), already advanced by `grad`.
-        grad: flat (numel,), fp32.
+        out: (numel,) or (runs, run), in the wire dtype or one that holds all of its values.
+        buffer: of the same shape, already advanced by `grad`.
+        grad: of the same shape, fp32.
         rounded_to: the wire dtype; every piece is rounded, moved or not.
     """
     for u, held, new in chunks(out, buffer, grad):
@@ -60,8 +61,8 @@ def apply_update(
     """leaf <- leaf * (1 - lr * weight_decay) - lr * scale * update, in place.
 
     Args:
-        leaf: flat (numel,), the master weights.
-        update: flat (numel,), the orthogonalised piece.
+        leaf: (numel,) or (runs, run), the master weights.
+        update: of the same shape, the orthogonalised piece.
         lr: step length in units of the update before `scale`.
     """
     for weights, step in chunks(leaf, update):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout: which range of which matrix stands where in which rank's flat leaf.
+"""Layout: which elements of which matrix stand where in which rank's flat leaf.
 
 Owns: Matrix, Fragment, Layout, and the three ways a ZeRO regime lays matrices out.
 Never does: read them off DeepSpeed (zero/ does), choose owners (owners.py does).
@@ -12,6 +12,8 @@ A flat partition of 2 ranks over matrices A, B, C (ZeRO-1/2; "|" is the partitio
 ZeRO-3 gives every rank 1/N of every parameter instead, the last pieces short or empty:
 
     rank 0 [ A A | B B | C C ]   rank 1 [ A A | B . | C . ]
+
+Several matrices may share a parameter, one after another or interleaved (plan/blocks.py).
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ds_muon.plan.blocks import Block, one_run
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
@@ -27,7 +31,7 @@ class Matrix:
 
     Attributes:
         name: unique; the parameter's name, with an index for one of several in a parameter.
-        rows, cols: of the stored row-major range.
+        rows, cols: as stored, row-major.
         transposed: the stored rows are the layer's inputs (HF Conv1D), so that the lr factor sees
             (cols, rows).
     """
@@ -44,26 +48,45 @@ class Matrix:
 
 
 class Fragment(NamedTuple):
-    """A contiguous range of a matrix in one rank's leaf; offsets and numel in elements.
+    """A contiguous range of a matrix, and the block that it is in one rank's leaf.
 
-    `momentum_offset` is where its momentum starts in the leaf's buffer: at `leaf_offset`, but for
-    replicas that keep the momentum of their own matrices only (plan/replicas.py).
+    `momentum` is where its momentum stands in the leaf's buffer: as in the leaf, but for replicas
+    that keep the momentum of their own matrices only (plan/replicas.py).
     """
 
     rank: int
     leaf: int
-    leaf_offset: int
     matrix_offset: int
-    numel: int
-    momentum_offset: int
+    place: Block
+    momentum: Block
+
+    @property
+    def numel(self) -> int:
+        """Elements of the range."""
+        return self.place.numel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A matrix inside a parameter: it starts `offset` elements into the parameter's storage."""
+    """A matrix inside a parameter.
+
+    Attributes:
+        offset: of its first element in the parameter's storage, or in a buffer of parameters.
+        run, stride: elements that stand together, and from the start of one run to the next;
+            run 0: all of them do.
+    """
 
     matrix: Matrix
     offset: int
+    run: int = 0
+    stride: int = 0
+
+    @property
+    def block(self) -> Block:
+        """All of the matrix's elements."""
+        if not self.run:
+            return one_run(self.offset, self.matrix.numel)
+        return Block(self.offset, self.matrix.numel, self.run, self.stride)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +139,7 @@ def replicated_layout(placements: Sequence[Sequence[Placement]], *, world_size: 
         matrices=tuple(p.matrix for _, p in flat),
         fragments=tuple(
             tuple(
-                Fragment(
-                    rank=rank,
-                    leaf=leaf,
-                    leaf_offset=p.offset,
-                    matrix_offset=0,
-                    numel=p.matrix.numel,
-                    momentum_offset=p.offset,
-                )
+                Fragment(rank=rank, leaf=leaf, matrix_offset=0, place=p.block, momentum=p.block)
                 for rank in range(world_size)
             )
             for leaf, p in flat
@@ -149,22 +165,16 @@ def flat_partition_layout(
 
 def _cut(placement: Placement, partition_numel: int, *, leaf_base: int) -> tuple[Fragment, ...]:
     """Cut a matrix at the multiples of `partition_numel`; a rank's part starts at `leaf_base`."""
-    start, end = placement.offset, placement.offset + placement.matrix.numel
-    pieces = []
-    for rank in range(start // partition_numel, (end - 1) // partition_numel + 1):
-        left = max(start, rank * partition_numel)
-        right = min(end, (rank + 1) * partition_numel)
-        leaf_offset = leaf_base + left - rank * partition_numel
-        pieces.append(
-            Fragment(
-                rank=rank,
-                leaf=0,
-                leaf_offset=leaf_offset,
-                matrix_offset=left - start,
-                numel=right - left,
-                momentum_offset=leaf_offset,
+    whole = placement.block
+    pieces, first = [], 0
+    for rank in range(whole.start // partition_numel, (whole.stop - 1) // partition_numel + 1):
+        last = whole.before((rank + 1) * partition_numel)
+        for block in whole.cut(first, last):
+            place = block.moved(leaf_base - rank * partition_numel)
+            pieces.append(
+                Fragment(rank=rank, leaf=0, matrix_offset=first, place=place, momentum=place)
             )
-        )
+            first += block.numel
     return tuple(pieces)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ds_muon.plan.blocks import Block, one_run
 from ds_muon.plan.layout import Fragment, Layout, Matrix
 from ds_muon.plan.plan import Plan
 
@@ -68,7 +69,7 @@ def restrict(layout: Layout, indices: Sequence[int]) -> Layout:
         kept = []
         for piece in layout.fragments[index]:
             offset = filled.get((piece.rank, piece.leaf), 0)
-            kept.append(piece._replace(momentum_offset=offset))
+            kept.append(piece._replace(momentum=one_run(offset, piece.numel)))
             filled[piece.rank, piece.leaf] = offset + piece.numel
         fragments.append(tuple(kept))
     return Layout(
@@ -158,19 +159,19 @@ def _message(row: Plan, replica: int, number: int, shard: int) -> Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """Ranges (start, numel) of a leaf's gradient that are summed down a column in one call.
+    """Blocks of a leaf's gradient that are summed down a column in one call.
 
     Attributes:
         destination: the replica that gets the sum; None: all do.
     """
 
     destination: int | None
-    ranges: tuple[tuple[int, int], ...]
+    blocks: tuple[Block, ...]
 
     @property
     def numel(self) -> int:
         """Elements of the packed buffer."""
-        return sum(numel for _, numel in self.ranges)
+        return sum(block.numel for block in self.blocks)
 
 
 def reductions(
@@ -183,27 +184,26 @@ def reductions(
         chunk_numel: elements per call at most.
     """
     if rows is None:
-        return _chunks(None, [(0, leaf_numel)], chunk_numel)
+        return _chunks(None, [one_run(0, leaf_numel)], chunk_numel)
     return tuple(
         reduction
         for replica, row in enumerate(rows)
-        for reduction in _chunks(
-            replica, [(p.leaf_offset, p.numel) for _, p in held(row, shard)], chunk_numel
-        )
+        for reduction in _chunks(replica, [p.place for _, p in held(row, shard)], chunk_numel)
     )
 
 
 def _chunks(
-    destination: int | None, ranges: Sequence[tuple[int, int]], chunk_numel: int
+    destination: int | None, blocks: Sequence[Block], chunk_numel: int
 ) -> tuple[Reduction, ...]:
-    found: list[list[tuple[int, int]]] = []
+    found: list[list[Block]] = []
     room = 0
-    for start, numel in sorted(ranges):
-        while numel:
+    for block in sorted(blocks):
+        first = 0
+        while first < block.numel:
             if not room:
                 found.append([])
                 room = chunk_numel
-            taken = min(numel, room)
-            found[-1].append((start, taken))
-            start, numel, room = start + taken, numel - taken, room - taken
-    return tuple(Reduction(destination=destination, ranges=tuple(chunk)) for chunk in found)
+            taken = min(block.numel - first, room)
+            found[-1].extend(block.cut(first, first + taken))
+            first, room = first + taken, room - taken
+    return tuple(Reduction(destination=destination, blocks=tuple(chunk)) for chunk in found)

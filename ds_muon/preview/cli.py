@@ -84,6 +84,11 @@ def _check(args: argparse.Namespace) -> int:
         f"{args.config}: DMuon's keys are valid; recipe {config.recipe}, {len(spec.triples)} "
         f"Newton-Schulz steps in {dtype}, ZeRO stage {stage}, exchange {config.exchange}"
     )
+    for glob, rule in config.split.items():
+        [(kind, value)] = rule.items()
+        print(f"  split {glob}: {kind} {json.dumps(value)}")
+    if config.per_head_muon:
+        print("  per_head_muon: queries, keys and values one matrix per head")
     return 0
 
 

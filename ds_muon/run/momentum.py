@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ds_muon.comm.transport import Transport
+from ds_muon.plan.blocks import Block
 from ds_muon.plan.plan import Plan
 from ds_muon.plan.replicas import held, momentum_numel
+from ds_muon.run.views import view
 
 # Elements per message when momentum is brought together; bounds what that allocates.
 _CHUNK_NUMEL = 16 * 2**20
@@ -69,9 +71,8 @@ class SpreadMomentum:
                 compact = self._on_first(index, replica, row)
                 if rank == 0 and compact is not None:
                     for _, piece in held(row, self._shard):
-                        start, end = piece.momentum_offset, piece.momentum_offset + piece.numel
-                        target = whole[index][piece.leaf_offset : piece.leaf_offset + piece.numel]
-                        target.copy_(compact[start:end])
+                        own = view(compact, piece.momentum).view(piece.place.shape)
+                        view(whole[index], piece.place).copy_(own)
         return whole if rank == 0 else None
 
     def _on_first(self, index: int, replica: int, row: Plan) -> Tensor | None:
@@ -95,19 +96,18 @@ class SpreadMomentum:
     def cut(self, index: int, full: Tensor) -> None:
         """Take this replica's part of a leaf's full momentum, flat (numel,)."""
         for _, piece in held(self._rows[index][self._transport.rank], self._shard):
-            start = piece.momentum_offset
-            taken = full[piece.leaf_offset : piece.leaf_offset + piece.numel]
-            self.buffers[index][start : start + piece.numel].copy_(taken)
+            own = view(self.buffers[index], piece.momentum).view(piece.place.shape)
+            own.copy_(view(full, piece.place))
 
     def move(self, device: torch.device | str) -> None:
         """Move the compact buffers."""
         for buffer in self.buffers:
             buffer.data = buffer.data.to(device)
 
-    def pieces(self, index: int) -> list[tuple[int, Tensor]]:
-        """Where this rank's momentum of one leaf belongs: (offset in the leaf, view of it)."""
+    def pieces(self, index: int) -> list[tuple[Block, Tensor]]:
+        """Where this rank's momentum of one leaf belongs: (block of the leaf, view of it)."""
         buffer = self.buffers[index]
         return [
-            (p.leaf_offset, buffer[p.momentum_offset : p.momentum_offset + p.numel])
+            (p.place, view(buffer, p.momentum).view(p.place.shape))
             for _, p in held(self._rows[index][self._transport.rank], self._shard)
         ]

@@ -26,6 +26,7 @@ from ds_muon.plan.layout import Fragment, Matrix
 from ds_muon.plan.replicas import Message
 from ds_muon.run.clock import Clock
 from ds_muon.run.streams import StreamOrder
+from ds_muon.run.views import packed, view
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +101,13 @@ class Publisher:
         return bool(self._travelling)
 
     def pack(self, plan: int, fragment: Fragment, update: Tensor) -> None:
-        """Take the update of one piece of an own matrix; flat (numel,), any dtype that holds it."""
+        """Take the update of one piece of an own matrix, in its place's shape."""
         number, offset = self._slots[plan][fragment]
         if number not in self._packing:
             self._packing[number] = self._buffer(
                 next(m for m in self._tables[plan][number] if m.replica == self._transport.rank)
             )
-        self._packing[number][offset : offset + fragment.numel].copy_(update)
+        packed(self._packing[number], offset, fragment.place).copy_(update)
 
     def launch(self, plan: int, number: int, length: Length) -> None:
         """Broadcast bucket `number` of every replica; a rank that has fewer buckets receives."""
@@ -159,10 +160,9 @@ class Publisher:
     def _apply(self, item: _Travelling) -> None:
         length = item.length
         for matrix, fragment, offset in item.message.parts:
-            start, numel = fragment.leaf_offset, fragment.numel
             apply_update(
-                length.weights[start : start + numel],
-                item.buffer[offset : offset + numel],
+                view(length.weights, fragment.place),
+                packed(item.buffer, offset, fragment.place),
                 lr=length.lr,
                 weight_decay=length.weight_decay,
                 scale=update_factor(self._spec, matrix),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_muon.comm.transport import Pending, Transport
 from ds_muon.plan.replicas import Reduction
+from ds_muon.run.views import view
 
 
 @torch.no_grad()
@@ -35,7 +36,9 @@ def reduce_over_replicas(
     starts = list(accumulate((flat.numel() for flat in flats), initial=0))
     before: tuple[Reduction, Tensor, Pending] | None = None
     for reduction in reductions:
-        packed = torch.cat(list(_views(flats, starts, reduction)))
+        packed = flats[0].new_empty(reduction.numel)
+        for part, own in _views(flats, starts, reduction, packed):
+            part.copy_(own)
         # Averaged before the sum, so that a sum of low-precision gradients overflows no sooner.
         packed.mul_(1.0 / transport.world_size)
         if reduction.destination is None:
@@ -58,23 +61,25 @@ def _unpack(
     starts: Sequence[int],
 ) -> None:
     pending.wait()
-    offset = 0
-    for view in _views(flats, starts, reduction):
+    for part, own in _views(flats, starts, reduction, packed):
         if reduction.destination in (None, transport.rank):
-            view.copy_(packed[offset : offset + view.numel()])
+            own.copy_(part)
         else:
-            view.zero_()
-        offset += view.numel()
+            own.zero_()
 
 
 def _views(
-    flats: Sequence[Tensor], starts: Sequence[int], reduction: Reduction
-) -> Iterator[Tensor]:
-    """Views of a reduction's ranges, cut where one tensor ends and the next begins."""
-    for start, numel in reduction.ranges:
-        end, index = start + numel, bisect_right(starts, start) - 1
-        while start < end:
-            stop = min(end, starts[index + 1])
-            if stop > start:
-                yield flats[index][start - starts[index] : stop - starts[index]]
-            start, index = stop, index + 1
+    flats: Sequence[Tensor], starts: Sequence[int], reduction: Reduction, packed: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """A reduction's elements in its packed buffer and in the gradient, cut at the tensors' ends."""
+    offset = 0
+    for block in reduction.blocks:
+        first = 0
+        while first < block.numel:
+            index = bisect_right(starts, block.at(first)) - 1
+            last = block.before(starts[index + 1])
+            for part in block.cut(first, last):
+                own = view(flats[index], part.moved(-starts[index]))
+                yield packed[offset : offset + part.numel].view(own.shape), own
+                offset += part.numel
+            first = last

@@ -35,6 +35,7 @@ from ds_muon.run.crossing import Crossing, SameMemory
 from ds_muon.run.metrics import Recorder
 from ds_muon.run.publish import Length, Publisher, update_factor
 from ds_muon.run.schedule import BucketSchedule, OwnedMatrix, schedule
+from ds_muon.run.views import packed, view
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,20 +261,26 @@ def _length(leaves: Sequence[LeafStep]) -> Length:
 
 
 def _range(leaf: Tensor, fragment: Fragment) -> Tensor:
-    return leaf[fragment.leaf_offset : fragment.leaf_offset + fragment.numel]
+    return view(leaf, fragment.place)
 
 
 def _momentum(buffer: Tensor, fragment: Fragment) -> Tensor:
-    return buffer[fragment.momentum_offset : fragment.momentum_offset + fragment.numel]
+    return view(buffer, fragment.momentum).view(fragment.place.shape)
 
 
 def _fragment(matrix: Tensor, fragment: Fragment) -> Tensor:
-    return matrix[fragment.matrix_offset : fragment.matrix_offset + fragment.numel]
+    return packed(matrix, fragment.matrix_offset, fragment.place)
 
 
 def _in_matrix(matrix: Tensor, slot: Slot) -> Tensor:
-    return matrix[slot.matrix_offset : slot.matrix_offset + slot.numel]
+    return _slice(matrix, slot.matrix_offset, slot)
 
 
 def _in_buffer(buffer: Tensor, slot: Slot) -> Tensor:
-    return buffer[slot.buffer_offset : slot.buffer_offset + slot.numel]
+    return _slice(buffer, slot.buffer_offset, slot)
+
+
+def _slice(flat: Tensor, offset: int, slot: Slot) -> Tensor:
+    if slot.piece is None:
+        return flat[offset : offset + slot.numel]
+    return packed(flat, offset, slot.piece.fragment.place)

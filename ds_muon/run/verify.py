@@ -25,8 +25,10 @@ from ds_muon.ortho.chunks import chunks
 from ds_muon.ortho.newton_schulz import orthogonalize
 from ds_muon.ortho.recipes import OrthoSpec
 from ds_muon.ortho.update import lr_factor
+from ds_muon.plan.blocks import Block
 from ds_muon.plan.layout import Fragment, Layout
 from ds_muon.run.step import LeafStep, StepEngine
+from ds_muon.run.views import view
 
 # Weights may differ by roundings of the elementwise parts, whose vector and scalar loops contract
 # multiply-adds differently at the ends of a range: one rounding each of decay, update and sum.
@@ -229,12 +231,12 @@ class Verifier:
         leaf = leaves[plan.layout.fragments[before.index][0].leaf]
         found = self._whole(plan.layout, before.index, [s.weights for s in leaves])
         wire = torch.empty_like(before.grad, dtype=spec.wire_dtype)
-        # Range by range as the owners do, since a range's end may round differently.
+        # Run by run as the owners do, since a run's end may round differently.
         for piece in plan.layout.fragments[before.index]:
             cut = slice(piece.matrix_offset, piece.matrix_offset + piece.numel)
-            held, grad = before.momentum[cut].clone(), before.grad[cut].clone()
+            held, grad = (_laid_out(t[cut], piece.place) for t in (before.momentum, before.grad))
             held = held.lerp_(grad, 1 - leaf.mu).to(leaf.momentum.dtype).float()
-            wire[cut] = grad.lerp(held, leaf.mu) if spec.nesterov else held
+            wire[cut] = (grad.lerp(held, leaf.mu) if spec.nesterov else held).reshape(-1)
         wire = wire.view(matrix.rows, matrix.cols)
         update = orthogonalize(wire.to(self._engine.device), spec).float().reshape(-1)
         update = update.to(before.weights.device)
@@ -264,8 +266,14 @@ class Verifier:
 
 
 def _piece(flats: Sequence[Tensor], fragment: Fragment, *, momentum: bool) -> Tensor:
-    start = fragment.momentum_offset if momentum else fragment.leaf_offset
-    return flats[fragment.leaf][start : start + fragment.numel]
+    flat = view(flats[fragment.leaf], fragment.momentum if momentum else fragment.place)
+    return flat.reshape(-1)
+
+
+def _laid_out(flat: Tensor, block: Block) -> Tensor:
+    """A copy of (numel,) elements in the shape and at the strides of a block."""
+    copy = view(flat.new_empty(block.stop - block.start), block.moved(-block.start))
+    return copy.copy_(flat.view(block.shape))
 
 
 def _hash(tensor: Tensor) -> int:

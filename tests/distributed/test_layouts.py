@@ -12,6 +12,7 @@ import torch
 
 from ds_muon.plan.predict import PlannedParameter, predict_layouts
 from ds_muon.preview.config_file import read_config
+from ds_muon.run.views import view
 from ds_muon.zero.seams import user_config
 from tests.harness import models, ranks
 from tests.harness.training import ds_config, start_engine, train_steps
@@ -51,7 +52,7 @@ def rebuild(*, zero_init: bool = False, steps: int = 0, **config: Any) -> dict[s
             for f in fragments:
                 if f.rank == transport.rank:
                     leaf = leaves[f.leaf].detach().reshape(-1)
-                    piece = leaf[f.leaf_offset : f.leaf_offset + f.numel].clone()
+                    piece = view(leaf, f.place).flatten().clone()
                     mine[matrix.name, f.matrix_offset] = piece
     everyone = transport.all_gather_object(mine)
     params = dict(engine.module.named_parameters())
@@ -68,7 +69,7 @@ def rebuild(*, zero_init: bool = False, steps: int = 0, **config: Any) -> dict[s
                         holders += bool(found)
                         for offset, piece in found.items():
                             rebuilt[offset : offset + piece.numel()] = piece
-                    expected = weights[placement.offset : placement.offset + m.numel]
+                    expected = view(weights, placement.block).flatten()
                     equal.append(torch.equal(rebuilt.to(expected.dtype), expected))
                     split += holders > 1
     return {

@@ -20,25 +20,30 @@ from ds_muon.plan.plan import exchange_cost_bytes
 from ds_muon.plan.traffic import STRATEGIES
 from ds_muon.planning import plan_layout
 from ds_muon.run.step import LeafStep, StepEngine
+from ds_muon.run.views import view
 from ds_muon.zero.seams import DeepSpeedTransport
 from tests.harness import models, ranks
 from tests.harness.training import CountingTransport, ds_config, start_engine, train_steps
 
 
 def restore(*, strategy: str) -> dict[str, Any]:
-    """Run on a rank: A (5, 7), B (2, 3), C (4, 4) cut over four ranks; put together by one call."""
-    shapes = {"A": (5, 7), "B": (2, 3), "C": (4, 4)}
+    """Run on a rank: matrices cut over four ranks, A and D columns of one parameter."""
+    shapes = {"A": (5, 7), "B": (2, 3), "C": (4, 4), "D": (5, 3)}
     generator = torch.Generator().manual_seed(1)
     whole = {n: torch.randn(r * c, generator=generator) for n, (r, c) in shapes.items()}
-    parts = [-(-r * c // 4) for r, c in shapes.values()]
-    offsets = [0, parts[0], parts[0] + parts[1]]
+    matrices = {n: Matrix(name=n, rows=r, cols=c) for n, (r, c) in shapes.items()}
+    parts = [-(-50 // 4), -(-6 // 4), -(-16 // 4)]
     layout = split_parameter_layout(
         [
-            [Placement(matrix=Matrix(name=n, rows=r, cols=c), offset=0)]
-            for n, (r, c) in shapes.items()
+            [
+                Placement(matrix=matrices["A"], offset=0, run=7, stride=10),
+                Placement(matrix=matrices["D"], offset=7, run=3, stride=10),
+            ],
+            [Placement(matrix=matrices["B"], offset=0)],
+            [Placement(matrix=matrices["C"], offset=0)],
         ],
         partition_numels=parts,
-        leaf_offsets=offsets,
+        leaf_offsets=[0, parts[0], parts[0] + parts[1]],
         world_size=4,
     )
     config = parse({"ns_dtype": "fp32", "nesterov": False, "exchange": strategy})
@@ -53,7 +58,7 @@ def restore(*, strategy: str) -> dict[str, Any]:
         for f in fragments:
             if f.rank == transport.rank:
                 source = whole[matrix.name][f.matrix_offset : f.matrix_offset + f.numel]
-                grad[f.leaf_offset : f.leaf_offset + f.numel] = source
+                view(grad, f.place).copy_(source.view(f.place.shape))
     seen: list[Tensor] = []
 
     def keep(x: Tensor, matrix: Tensor, *rest: Any) -> Tensor:
@@ -77,7 +82,7 @@ def restore(*, strategy: str) -> dict[str, Any]:
     ]
     back = all(
         torch.allclose(
-            weights[f.leaf_offset : f.leaf_offset + f.numel],
+            view(weights, f.place).reshape(-1),
             -0.2 * max(m.rows, m.cols) ** 0.5 * whole[m.name][f.matrix_offset :][: f.numel],
         )
         for m, fragments in zip(layout.matrices, layout.fragments, strict=True)
@@ -95,7 +100,7 @@ def restore(*, strategy: str) -> dict[str, Any]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_restores_every_matrix(strategy: str) -> None:
     out = ranks.run(4, restore, strategy=strategy)
-    assert sum(len(o["restored"]) for o in out) == 3
+    assert sum(len(o["restored"]) for o in out) == 4
     for o in out:
         assert all(o["restored"]) and o["back"]
         assert o["buckets"] == 1

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from ds_muon.config import parse
 from ds_muon.ortho.recipes import resolve
+from ds_muon.plan.blocks import one_run
 from ds_muon.plan.costs import CostModel
 from ds_muon.plan.layout import (
     Fragment,
@@ -60,15 +62,32 @@ def placements(*shapes: tuple[int, int], gap: int = 0) -> list[Placement]:
     return found
 
 
+def beside(name: str, rows: int, *widths: int) -> list[Placement]:
+    """Matrices that are columns of one parameter."""
+    stride = sum(widths)
+    return [
+        Placement(
+            matrix=Matrix(name=f"{name}.{i}", rows=rows, cols=width),
+            offset=sum(widths[:i]),
+            run=width,
+            stride=stride,
+        )
+        for i, width in enumerate(widths)
+    ]
+
+
+def offsets_of(parts: Sequence[int]) -> list[int]:
+    return [sum(parts[:i]) for i in range(len(parts))]
+
+
 def whole_parameters(*shapes: tuple[int, int], world: int) -> Layout:
     parts = [-(-r * c // world) for r, c in shapes]
     items = [
         [Placement(matrix=Matrix(name=f"m{i:03d}", rows=r, cols=c), offset=0)]
         for i, (r, c) in enumerate(shapes)
     ]
-    offsets = [sum(parts[:i]) for i in range(len(parts))]
     return split_parameter_layout(
-        items, partition_numels=parts, leaf_offsets=offsets, world_size=world
+        items, partition_numels=parts, leaf_offsets=offsets_of(parts), world_size=world
     )
 
 
@@ -80,7 +99,7 @@ def moved_numel(layout: Layout, owners: tuple[int, ...]) -> int:
 
 
 def spans(layout: Layout, index: int) -> list[tuple[int, int, int, int]]:
-    return [(f.rank, f.leaf_offset, f.matrix_offset, f.numel) for f in layout.fragments[index]]
+    return [(f.rank, f.place.start, f.matrix_offset, f.numel) for f in layout.fragments[index]]
 
 
 def test_flat_partition_cuts_at_partition_edges() -> None:
@@ -122,7 +141,8 @@ def test_replicated_matrices_move_nothing_in_and_an_update_to_every_other_rank()
 
 
 def test_a_layout_that_does_not_tile_a_matrix_is_a_bug() -> None:
-    piece = Fragment(rank=0, leaf=0, leaf_offset=0, matrix_offset=0, numel=3, momentum_offset=0)
+    block = one_run(0, 3)
+    piece = Fragment(rank=0, leaf=0, matrix_offset=0, place=block, momentum=block)
     with pytest.raises(AssertionError, match="m"):
         Layout(world_size=2, matrices=(Matrix(name="m", rows=2, cols=2),), fragments=((piece,),))
 

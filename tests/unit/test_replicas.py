@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 
 import torch
@@ -10,6 +9,8 @@ from hypothesis import strategies as st
 
 from ds_muon.config import parse
 from ds_muon.ortho.recipes import resolve
+from ds_muon.plan.blocks import one_run
+from ds_muon.plan.layout import split_parameter_layout
 from ds_muon.plan.replicas import (
     messages,
     momentum_numel,
@@ -18,7 +19,7 @@ from ds_muon.plan.replicas import (
     split_over_replicas,
 )
 from ds_muon.planning import plan_run
-from tests.unit.test_plan import MODEL, whole_parameters
+from tests.unit.test_plan import MODEL, beside, offsets_of, whole_parameters
 
 
 def test_replicas_share_the_matrices_of_all_leaves() -> None:
@@ -41,11 +42,11 @@ def test_a_row_keeps_its_matrices_where_they_are_and_their_momentum_together() -
     assert part.matrices == (layout.matrices[0], layout.matrices[2])
     for kept, index in zip(part.fragments, (0, 2), strict=True):
         for piece, original in zip(kept, layout.fragments[index], strict=True):
-            assert piece._replace(momentum_offset=original.momentum_offset) == original
+            assert piece._replace(momentum=original.momentum) == original
     for rank in range(2):
         held = [p for pieces in part.fragments for p in pieces if p.rank == rank]
-        assert held[0].momentum_offset == 0
-        assert held[1].momentum_offset == held[0].numel < held[1].leaf_offset
+        assert held[0].momentum == one_run(0, held[0].numel)
+        assert held[1].momentum.start == held[0].numel < held[1].place.start
 
 
 @settings(max_examples=60, deadline=None)
@@ -58,21 +59,26 @@ def test_a_row_keeps_its_matrices_where_they_are_and_their_momentum_together() -
 def test_columns_reduce_and_publish_every_element_once(
     shapes: list[tuple[int, int]], world: int, replicas: int, chunk: int
 ) -> None:
-    layout = whole_parameters(*shapes, world=world)
+    # Every parameter is two matrices, side by side in its columns.
+    items = [beside(f"m{i:03d}", rows, cols, cols + 1) for i, (rows, cols) in enumerate(shapes)]
+    parts = [-(-rows * (2 * cols + 1) // world) for rows, cols in shapes]
+    layout = split_parameter_layout(
+        items, partition_numels=parts, leaf_offsets=offsets_of(parts), world_size=world
+    )
     config = parse({})
     [rows] = plan_run([layout], config, resolve(config), storage=torch.bfloat16, replicas=replicas)
     for shard in range(world):
         pieces = [p for of_matrix in layout.fragments for p in of_matrix if p.rank == shard]
         numel = sum(p.numel for p in pieces)
-        leaf = max((p.leaf_offset + p.numel for p in pieces), default=0)
+        leaf = sum(parts)
         sent = [part for bucket in messages(rows, shard) for m in bucket for part in m.parts]
-        assert sorted(p.fragment.leaf_offset for p in sent) == sorted(p.leaf_offset for p in pieces)
+        assert sorted(p.fragment.place for p in sent) == sorted(p.place for p in pieces)
         assert sum(p.fragment.numel for p in sent) == numel
         chunks = reductions(rows, shard, leaf_numel=leaf, chunk_numel=chunk)
         assert all(0 < c.numel <= chunk for c in chunks)
-        ranges = sorted(r for c in chunks for r in c.ranges)
-        assert sum(n for _, n in ranges) == numel
-        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(ranges))
+        reduced = [b.at(k) for c in chunks for b in c.blocks for k in range(b.numel)]
+        held = [p.place.at(k) for p in pieces for k in range(p.numel)]
+        assert sorted(reduced) == sorted(held) and len(set(held)) == numel
         assert sum(momentum_numel(row, shard) for row in rows) == numel
         [everything] = reductions(None, shard, leaf_numel=7, chunk_numel=7)
-        assert everything.destination is None and everything.ranges == ((0, 7),)
+        assert everything.destination is None and everything.blocks == (one_run(0, 7),)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ds_muon.plan.layout import Fragment
 from ds_muon.run.publish import Publisher
+from ds_muon.run.views import view
 from ds_muon.zero.seams import private
 from ds_muon.zero.wrapping import before
 
@@ -58,9 +59,9 @@ def low_precision_copies(
 
     def arrived(plan: int, fragment: Fragment) -> None:
         number, leaf = leaves[plan]
-        start, stop = fragment.leaf_offset, fragment.leaf_offset + fragment.numel
         with torch.no_grad():
-            flat_of(number).view(-1)[start:stop].copy_(leaf.detach().view(-1)[start:stop])
+            copy = view(flat_of(number).view(-1), fragment.place)
+            copy.copy_(view(leaf.detach().view(-1), fragment.place))
 
     return arrived
 

@@ -139,7 +139,7 @@ class Replication:
             for replica, row in enumerate(rows)
             if replica != self._mesh.replica
             for index, piece in held(row, source)
-            if piece.leaf_offset < first + numel and first < piece.leaf_offset + piece.numel
+            if piece.place.start < first + numel and first < piece.place.stop
         )
 
     def settle(self, names: frozenset[str]) -> None:

@@ -19,12 +19,14 @@ from torch import Tensor
 from ds_muon.checkpoint import ParameterSlice
 from ds_muon.comm.transport import Transport
 from ds_muon.optimizer import MOMENTUM, MatrixOwnerOptimizer
+from ds_muon.plan.blocks import Block
 from ds_muon.run.momentum import SpreadMomentum
+from ds_muon.run.views import view
 from ds_muon.zero.hsdp.mesh import Mesh
 from ds_muon.zero.seams import private
 
-# (offset in the parameter, view of the momentum) of all that this rank keeps of one parameter.
-Pieces = list[tuple[int, Tensor]]
+# (block of the parameter, view of its momentum) of all that this rank keeps of one parameter.
+Pieces = list[tuple[Block, Tensor]]
 PiecesOf = Callable[[Any], Pieces | None]
 
 
@@ -45,12 +47,12 @@ def pieces_of(
         if name is None:
             return None
         return [
-            (item.parameter_offset + offset - item.leaf_offset, view)
+            (block.moved(item.parameter_offset - item.leaf_offset), momentum)
             for index, in_leaf in enumerate(slices)
             for item in in_leaf
             if item.name == name
-            for offset, view in spread.pieces(index)
-            if item.leaf_offset <= offset < item.leaf_offset + item.numel
+            for block, momentum in spread.pieces(index)
+            if item.leaf_offset <= block.start < item.leaf_offset + item.numel
         ]
 
     return find
@@ -162,8 +164,8 @@ def _whole(
 ) -> Tensor:
     """Momentum of one parameter, fp32; every element stands on one rank of the world."""
     whole = torch.zeros(torch.Size(shape).numel(), dtype=torch.float32, device=device)
-    for offset, view in own:
-        whole[offset : offset + view.numel()] = view
+    for block, momentum in own:
+        view(whole, block).copy_(momentum)
     world.all_reduce(whole).wait()
     return whole.view(torch.Size(shape))
 
@@ -171,5 +173,5 @@ def _whole(
 @torch.no_grad()
 def _set(own: Pieces, value: Tensor) -> None:
     flat = value.reshape(-1)
-    for offset, view in own:
-        view.copy_(flat[offset : offset + view.numel()])
+    for block, momentum in own:
+        momentum.copy_(view(flat, block))

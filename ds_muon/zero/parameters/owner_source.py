@@ -10,6 +10,7 @@ ZeRO's gather; and the moments at which owners' copies go out of date. Everythin
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,8 +21,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ds_muon.comm.transport import Transport
+from ds_muon.plan.blocks import Block
 from ds_muon.routing import Route
 from ds_muon.run.packed import Fetched, PackedOwners, SourcedMatrix
+from ds_muon.run.views import view
 from ds_muon.zero.seams import private
 from ds_muon.zero.wrapping import after
 
@@ -119,8 +122,11 @@ class _FetchHandle:
         for pending in self._fetched.pending:
             pending.wait()
         for parameter, route in self._parameters:
-            views = [self._fetched.views[p.matrix.name] for p in route.placements]
-            whole = views[0].clone() if len(views) == 1 else torch.cat(views)
+            views = self._fetched.views
+            whole = views[route.placements[0].matrix.name].new_empty(route.numel)
+            for placement in route.placements:
+                part = view(whole, placement.block)
+                part.copy_(views[placement.matrix.name].view(part.shape))
             parameter.data = whole.view(parameter.ds_shape)
             parameter.ds_status = ZeroParamStatus.AVAILABLE
         self._fetched = None
@@ -137,21 +143,22 @@ def _packed(
     for parameter, route in parameters:
         part = parameter.ds_tensor.ds_numel
         for placement in route.placements:
-            name, numel = placement.matrix.name, placement.matrix.numel
-            first, last = placement.offset, placement.offset + numel
-            parts = []
-            for rank in range(transport.world_size):
-                start, stop = max(first, rank * part), min(last, (rank + 1) * part)
-                parts.append((start - first, max(start, stop) - first))
-            matrices[name] = SourcedMatrix(numel=numel, owner=owners[name], parts=tuple(parts))
-            start, stop = parts[transport.rank]
-            own = first + start - transport.rank * part
-            shard_of[name] = functools.partial(_shard, parameter, own, own + stop - start)
+            name, whole = placement.matrix.name, placement.block
+            edges = [whole.before(rank * part) for rank in range(transport.world_size + 1)]
+            matrices[name] = SourcedMatrix(
+                numel=whole.numel, owner=owners[name], parts=tuple(itertools.pairwise(edges))
+            )
+            own = whole.cut(edges[transport.rank], edges[transport.rank + 1])
+            blocks = [block.moved(-transport.rank * part) for block in own]
+            shard_of[name] = functools.partial(_shard, parameter, blocks)
     device = parameters[0][0].ds_tensor.device
     return PackedOwners(
         transport, matrices, dtype=dtype, device=device, shard_of=lambda name: shard_of[name]()
     )
 
 
-def _shard(parameter: Any, start: int, stop: int) -> Tensor:
-    return parameter.ds_tensor.detach().view(-1)[start:stop]
+def _shard(parameter: Any, blocks: Sequence[Block]) -> Tensor:
+    """This rank's part of a matrix, flat: a view where it is one run, a copy otherwise."""
+    flat = parameter.ds_tensor.detach().view(-1)
+    parts = [view(flat, block).reshape(-1) for block in blocks]
+    return parts[0] if len(parts) == 1 else torch.cat([flat[:0], *parts])
