@@ -39,8 +39,9 @@ RESUMED: dict[int, dict[str, Any]] = {
 
 
 def save_pretrained(*, folder: str) -> None:
-    """Run on a rank."""
-    hf.new_llama().save_pretrained(folder)
+    """Run on a rank; rank 0 writes."""
+    if torch.distributed.get_rank() == 0:
+        hf.new_llama().save_pretrained(folder)
 
 
 def trained(
@@ -91,7 +92,7 @@ def expected_lrs(stage: int) -> list[float]:
 def test_trains_saves_and_resumes_bit_equal(stage: int, tmp_path: Path) -> None:
     settings = {**RESUMED[stage], **CHOSEN}
     if stage == 3:
-        ranks.run(1, save_pretrained, folder=str(tmp_path / "pretrained"))
+        ranks.run(2, save_pretrained, folder=str(tmp_path / "pretrained"))
         settings["pretrained"] = str(tmp_path / "pretrained")
     folder = str(tmp_path / "run")
     straight = ranks.run(2, trained, folder=folder, save_strategy="steps", save_steps=2, **settings)
@@ -146,3 +147,103 @@ def check_saved_weights(found: dict[str, Any]) -> None:
     for name, tensor in found["saved"].items():
         assert torch.equal(tensor, found["weights"][name]), name
         assert torch.equal(tensor, found["masters"][name].to(tensor.dtype)), name
+
+
+def reported(*, folder: str) -> dict[str, Any]:
+    """Run on a rank: what a reporter of `report_to` and DeepSpeed's monitor were handed."""
+    from unittest import mock
+
+    import transformers.trainer
+    from transformers import TrainerCallback
+
+    from ds_muon.hf import DMuonCallback
+
+    seen: list[dict[str, float]] = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+            seen.append(dict(logs))
+
+    config = hf.example("trl_sft_zero2")
+    config["optimizer"]["params"].update(adam_lr=5e-3, metrics={"every": 2})
+    config["csv_monitor"] = {"enabled": True, "output_path": folder, "job_name": "run"}
+    reporters = mock.Mock(return_value=[Reporter])
+    with mock.patch.object(transformers.trainer, "get_reporting_integration_callbacks", reporters):
+        trainer = hf.start_trainer(
+            config, folder, callbacks=[DMuonCallback()], logging_strategy="steps", logging_steps=1
+        )
+    unused = torch.optim.AdamW(trainer.model.parameters())
+    trainer.optimizer = unused
+    trainer.train()
+    trainer.evaluate(hf.samples(4))
+    optimizer = trainer.model_wrapped.basic_optimizer
+    return {
+        "seen": seen,
+        "history": trainer.state.log_history,
+        "last": optimizer.last_stats.scalars(),
+        "unused": unused.state_dict()["state"],
+        "rates": {g["name"]: g["lr"] * g["lr_ratio"] for g in optimizer.param_groups},
+    }
+
+
+def test_records_reach_reporters_and_the_monitor(tmp_path: Path) -> None:
+    found, other = ranks.run(2, reported, folder=str(tmp_path))
+    names = {f"dmuon/{name}" for name in found["last"]}
+    assert "dmuon/ns_balance" in names and "dmuon/update_rms_muon" in names
+    for logs in (found["seen"], found["history"], other["seen"]):
+        training = [log for log in logs if "loss" in log]
+        with_record = [i + 1 for i, log in enumerate(training) if names <= log.keys()]
+        assert len(training) == 4 and with_record == [2, 4]
+        others = [log for log in logs if "loss" not in log]
+        assert others and not any(names & log.keys() for log in others)
+    for name, value in found["last"].items():
+        assert found["seen"][3][f"dmuon/{name}"] == value
+    # The monitor of ds_config.json has them without any callback, beside DeepSpeed's own.
+    for name in ("DMuon_ns_balance", "lr"):
+        [path] = tmp_path.glob(f"run/*{name}.csv")
+        rows = list(csv.reader(path.open()))[1:]
+        assert len(rows) == (2 if "DMuon" in name else 4)
+    assert float(rows[0][1]) == pytest.approx(found["seen"][0]["learning_rate"])
+    # An optimizer handed to the Trainer beside the section is dropped without a word.
+    assert found["unused"] == {}
+
+
+STOCK = """
+import sys
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Trainer
+from transformers import TrainingArguments
+
+[args] = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+config = AutoConfig.for_model("llama", vocab_size=61, num_key_value_heads=1, **shape)
+model = AutoModelForCausalLM.from_config(config)
+rows = torch.arange(8 * 16).view(16, 8) % 61
+trainer = Trainer(model, args, train_dataset=[{"input_ids": r, "labels": r} for r in rows])
+trainer.train()
+print("optimizer", type(trainer.model_wrapped.basic_optimizer).__name__)
+"""
+
+
+def test_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
+    """Own processes, the launcher of torch, an example file as it stands, no import."""
+    import os
+    import subprocess
+    import sys
+
+    script = tmp_path / "train.py"
+    script.write_text(STOCK)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+            *(str(script), "--deepspeed", str(hf.ROOT / "ds_config_examples/hf_trainer_zero2.json")),
+            *("--output_dir", str(tmp_path / "out"), "--use_cpu", "True", "--max_steps", "2"),
+            *("--save_strategy", "no", "--report_to", "none", "--per_device_train_batch_size", "2"),
+        ],
+        env={**os.environ, "PYTHONPATH": str(hf.ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("optimizer MatrixOwnerOptimizer") == 2
+    assert "ds_muon" not in STOCK
