@@ -6,10 +6,12 @@ transformers is imported inside the functions: the ranks of other tests do not w
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +24,25 @@ VOCABULARY, LENGTH = 61, 8
 def example(name: str) -> dict[str, Any]:
     """One of ds_config_examples, as a dict."""
     return json.loads((ROOT / "ds_config_examples" / f"{name}.json").read_text())
+
+
+def filled(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration once transformers has put TrainingArguments' defaults where "auto" is.
+
+    Raises:
+        ValueError: transformers' own, where a written value differs from the arguments.
+    """
+    from transformers import TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    # Arguments of 8 processes, without the process-wide state that making them needs.
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    args = SimpleNamespace(**defaults, world_size=8, get_warmup_steps=lambda steps: 10)
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=4096))
+    found = HfTrainerDeepSpeedConfig(config)
+    found.trainer_config_process(args)
+    found.trainer_config_finalize(args, model, 100)
+    return found.config
 
 
 def join_pool() -> None:
