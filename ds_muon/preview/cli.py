@@ -83,7 +83,10 @@ def _check(args: argparse.Namespace) -> int:
     print(
         f"{args.config}: DMuon's keys are valid; recipe {config.recipe}, {len(spec.triples)} "
         f"Newton-Schulz steps in {dtype}, ZeRO stage {stage}, exchange {config.exchange}"
-        + (f"; the Trainer fills {', '.join(found.filled_by_trainer)}" * bool(found.filled_by_trainer))
+        + (
+            f"; the Trainer fills {', '.join(found.filled_by_trainer)}"
+            * bool(found.filled_by_trainer)
+        )
     )
     return 0
 

@@ -67,6 +67,10 @@ def no_hidden_size(folder: str) -> None:
     Trainer(model=model, args=args, train_dataset=hf.samples()).train()
 
 
+def cpus_without_saying_so(folder: str) -> None:
+    _trainer(folder, use_cpu=False)
+
+
 def batch_size_finder(folder: str) -> None:
     _trainer(folder, auto_find_batch_size=True)
 
@@ -175,6 +179,8 @@ CASES: dict[Callable[[str], None], str] = {
     auto_nobody_fills: 'is "auto" and nothing has filled it in',
     device_map: "DeepSpeed Zero-3 is not compatible with passing a `device_map`.",
     no_hidden_size: "The model's config file has neither `hidden_size` nor `hidden_sizes` entry",
+    cpus_without_saying_so: "Check batch related parameters. train_batch_size is not equal to "
+    "micro_batch_per_gpu * gradient_acc_step * world_size",
     batch_size_finder: "`auto_find_batch_size` isn't supported yet with DeepSpeed Zero-3.",
     best_model_without_its_optimizer: "DeepSpeed can't be used with `save_only_model` along with "
     "`load_best_model_at_end`.",
@@ -205,7 +211,7 @@ def error_of(*, provoke: Callable[[str], None], folder: str) -> str:
     folder = f"{folder}/{torch.distributed.get_rank()}"
     try:
         provoke(folder)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         return " ".join(str(error).split())
     return "no error"
 

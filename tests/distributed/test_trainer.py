@@ -76,16 +76,12 @@ def trained(
     return found
 
 
-def expected_lrs(stage: int) -> list[float]:
-    """Logged after each of 4 steps, from 2 steps of warm-up to 1e-2."""
-    import math
-
-    if stage == 3:
-        # WarmupDecayLR counts its steps from 0 and warms up along a logarithm.
-        return [0.0, 1e-2 * math.log(2) / math.log(2), 1e-2, 5e-3]
-    if stage == 1:
-        return [5e-3, 1e-2, 5e-3, 0.0]
-    return [5e-3, 1e-2, 1e-2 * 0.5, 0.0]
+# Logged after each of 4 steps with 2 of warm-up; DeepSpeed's scheduler counts from 0.
+LOGGED_LRS = {
+    1: [5e-3, 1e-2, 5e-3, 0.0],
+    2: [5e-3, 1e-2, 5e-3, 0.0],
+    3: [0.0, 1e-2, 1e-2, 5e-3],
+}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -106,9 +102,8 @@ def test_trains_saves_and_resumes_bit_equal(stage: int, tmp_path: Path) -> None:
     for whole, rest in zip(straight, resumed, strict=True):
         assert [log["step"] for log in whole["logs"]] == [1, 2, 3, 4]
         assert rest["logs"] == whole["logs"]
-        assert [log["learning_rate"] for log in whole["logs"]] == pytest.approx(
-            expected_lrs(stage), abs=1e-12
-        )
+        logged = [log["learning_rate"] for log in whole["logs"]]
+        assert logged == pytest.approx(LOGGED_LRS[stage], abs=1e-12)
         assert rest["masters"].keys() == whole["masters"].keys()
         for name, tensor in whole["masters"].items():
             assert torch.equal(rest["masters"][name], tensor), name
@@ -161,7 +156,9 @@ def reported(*, folder: str) -> dict[str, Any]:
     seen: list[dict[str, float]] = []
 
     class Reporter(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any
+        ) -> None:
             seen.append(dict(logs))
 
     config = hf.example("trl_sft_zero2")
@@ -170,7 +167,11 @@ def reported(*, folder: str) -> dict[str, Any]:
     reporters = mock.Mock(return_value=[Reporter])
     with mock.patch.object(transformers.trainer, "get_reporting_integration_callbacks", reporters):
         trainer = hf.start_trainer(
-            config, folder, callbacks=[DMuonCallback()], logging_strategy="steps", logging_steps=1
+            config,
+            folder,
+            callbacks=[DMuonCallback()],
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=2,
         )
     unused = torch.optim.AdamW(trainer.model.parameters())
     trainer.optimizer = unused
@@ -204,6 +205,10 @@ def test_records_reach_reporters_and_the_monitor(tmp_path: Path) -> None:
         rows = list(csv.reader(path.open()))[1:]
         assert len(rows) == (2 if "DMuon" in name else 4)
     assert float(rows[0][1]) == pytest.approx(found["seen"][0]["learning_rate"])
+    # The log shows the shared rate; adam_lr stays half of it.
+    training = [log for log in found["seen"] if "loss" in log]
+    assert [log["learning_rate"] for log in training] == pytest.approx([5e-3, 1e-2, 1e-2, 1e-2])
+    assert found["rates"] == pytest.approx({"muon": 1e-2, "adamw": 5e-3, "adamw_no_decay": 5e-3})
     # An optimizer handed to the Trainer beside the section is dropped without a word.
     assert found["unused"] == {}
 
@@ -236,7 +241,11 @@ def test_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-            *(str(script), "--deepspeed", str(hf.ROOT / "ds_config_examples/hf_trainer_zero2.json")),
+            *(
+                str(script),
+                "--deepspeed",
+                str(hf.ROOT / "ds_config_examples/hf_trainer_zero2.json"),
+            ),
             *("--output_dir", str(tmp_path / "out"), "--use_cpu", "True", "--max_steps", "2"),
             *("--save_strategy", "no", "--report_to", "none", "--per_device_train_batch_size", "2"),
         ],

@@ -109,9 +109,7 @@ def start_trainer(
         **arguments,
     }
     args = TrainingArguments(output_dir=folder, deepspeed=config, **given)
-    model = (
-        new_llama() if pretrained is None else AutoModelForCausalLM.from_pretrained(pretrained)
-    )
+    model = new_llama() if pretrained is None else AutoModelForCausalLM.from_pretrained(pretrained)
     return Trainer(model=model, args=args, train_dataset=samples(), callbacks=callbacks)
 
 
