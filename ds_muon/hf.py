@@ -65,7 +65,7 @@ class DMuonCallback(TrainerCallback):
 
 
 def _dmuon_in(optimizer: Any) -> MatrixOwnerOptimizer | None:
-    """The DMuon inside accelerate's and DeepSpeed's wrappers, each of which names its `optimizer`."""
+    """The DMuon inside accelerate's and DeepSpeed's wrappers, each with its own `optimizer`."""
     while optimizer is not None and not isinstance(optimizer, MatrixOwnerOptimizer):
         optimizer = getattr(optimizer, "optimizer", None)
     return optimizer

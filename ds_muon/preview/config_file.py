@@ -84,7 +84,7 @@ class ConfigFile(BaseModel):
             stage=zero.stage,
             round_robin_gradients=zero.round_robin_gradients,
             parameter_alignment=aligned,
-            # 0, as some published files have it, closes a sub-group after every parameter, as 1 does.
+            # 0, as in published files, closes a sub-group after every parameter, as 1 does.
             sub_group_size=10**9
             if zero.sub_group_size == "auto"
             else max(1, int(zero.sub_group_size)),

@@ -50,8 +50,10 @@ def device_map(folder: str) -> None:
     from transformers import LlamaForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
+    Path(folder).mkdir()
+    (Path(folder) / "config.json").write_text(hf.llama_config().to_json_string())
     kept = HfDeepSpeedConfig(hf.example("hf_trainer_zero3"))
-    LlamaForCausalLM.from_pretrained(folder, config=hf.llama_config(), device_map="cpu")
+    LlamaForCausalLM.from_pretrained(folder, device_map="cpu")
     del kept
 
 
@@ -91,7 +93,8 @@ def evaluate_before_training(folder: str) -> None:
 
 def resume_from_weights(folder: str) -> None:
     trainer = hf.start_trainer(hf.example("hf_trainer_zero2"), folder)
-    Path(folder).mkdir()
+    Path(folder).mkdir(exist_ok=True)
+    trainer.state.train_batch_size = 2
     trainer.state.save_to_json(f"{folder}/trainer_state.json")
     trainer.train(resume_from_checkpoint=folder)
 
@@ -174,8 +177,8 @@ CASES: dict[Callable[[str], None], str] = {
     literal_lr: "Please correct the following DeepSpeed config values that mismatch "
     "TrainingArguments values:",
     auto_on_a_dmuon_key: "`optimizer.params.exchange` not found in kwargs. Please specify "
-    "`optimizer.params.exchange` without `auto` (set to correct value) in the DeepSpeed config file "
-    "or pass it in kwargs.",
+    "`optimizer.params.exchange` without `auto` (set to correct value) in the DeepSpeed config "
+    "file or pass it in kwargs.",
     auto_nobody_fills: 'is "auto" and nothing has filled it in',
     device_map: "DeepSpeed Zero-3 is not compatible with passing a `device_map`.",
     no_hidden_size: "The model's config file has neither `hidden_size` nor `hidden_sizes` entry",
