@@ -20,6 +20,8 @@ DtypeName = Literal["bf16", "fp16", "fp32"]
 LrScaleName = Literal["match_rms_adamw", "original", "spectral", "unit_rms_norm"]
 NsMethod = Literal["auto", "standard", "gram"]
 NonNegative = Field(ge=0.0)
+# Keys in which a Trainer puts its own arguments where ds_config.json says "auto".
+FILLED_BY_TRAINER = ("lr", "betas", "eps", "weight_decay")
 
 
 class HsdpConfig(BaseModel):
@@ -263,7 +265,7 @@ def parse(params: Mapping[str, Any] | None) -> DMuonConfig:
         if given[key] == "auto" and not _takes_auto(key):
             raise ValueError(
                 f'optimizer.params.{key} is "auto" and nothing has filled it in (the HF Trainer '
-                "fills lr, betas, eps and weight_decay only); write a value"
+                f"fills {', '.join(FILLED_BY_TRAINER)} only); write a value"
             )
     try:
         return DMuonConfig.model_validate(given)

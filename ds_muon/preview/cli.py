@@ -80,9 +80,11 @@ def _check(args: argparse.Namespace) -> int:
     if config.owner_costs is not None:
         read_owner_costs(config.owner_costs)
     dtype = str(spec.compute_dtype).removeprefix("torch.")
+    filled = ", ".join(found.filled_by_trainer)
     print(
         f"{args.config}: DMuon's keys are valid; recipe {config.recipe}, {len(spec.triples)} "
         f"Newton-Schulz steps in {dtype}, ZeRO stage {stage}, exchange {config.exchange}"
+        + (f"; the Trainer fills {filled}" if filled else "")
     )
     for glob, rule in config.split.items():
         [(kind, value)] = rule.items()

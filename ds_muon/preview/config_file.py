@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ds_muon.config import DMuonConfig, parse, require_stage
+from ds_muon.config import FILLED_BY_TRAINER, DMuonConfig, parse, require_stage
 from ds_muon.plan.predict import ZeroSettings
 
 
@@ -73,8 +73,16 @@ class ConfigFile(BaseModel):
 
     @property
     def params(self) -> DMuonConfig:
-        """The parsed `optimizer.params`."""
-        return parse(self.optimizer.params)
+        """The parsed `optimizer.params`; what a Trainer fills stands at its default."""
+        given = (self.optimizer.params or {}).items()
+        filled = self.filled_by_trainer
+        return parse({key: value for key, value in given if key not in filled})
+
+    @property
+    def filled_by_trainer(self) -> tuple[str, ...]:
+        """Keys of `optimizer.params` that wait for a Trainer's arguments."""
+        given = self.optimizer.params or {}
+        return tuple(key for key in FILLED_BY_TRAINER if given.get(key) == "auto")
 
     @property
     def low_precision(self) -> bool:
@@ -105,7 +113,10 @@ class ConfigFile(BaseModel):
             stage=zero.stage,
             round_robin_gradients=zero.round_robin_gradients,
             parameter_alignment=aligned,
-            sub_group_size=10**9 if zero.sub_group_size == "auto" else int(zero.sub_group_size),
+            # 0, as in published files, closes a sub-group after every parameter, as 1 does.
+            sub_group_size=10**9
+            if zero.sub_group_size == "auto"
+            else max(1, int(zero.sub_group_size)),
         )
 
 
@@ -142,9 +153,9 @@ def _require_usable(found: ConfigFile) -> None:
     kind, zero = found.optimizer.type, found.zero_optimization
     if kind.lower() != "dmuon":
         raise ValueError(f'optimizer.type is {kind!r}, not "DMuon"')
-    if zero.sub_group_size != "auto" and not zero.sub_group_size >= 1:
+    if zero.sub_group_size != "auto" and not zero.sub_group_size >= 0:
         raise ValueError(
-            f"zero_optimization.sub_group_size must be at least 1, got {zero.sub_group_size:g}"
+            f"zero_optimization.sub_group_size must not be negative, got {zero.sub_group_size:g}"
         )
     _require_usable_offload(found)
     bf16_optimizer = bool(found.bf16.enabled) and found.gradient_bytes == 4 and zero.stage == 1

@@ -65,6 +65,17 @@ class LlamaLike(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Twice(LlamaLike):
+    """The first block is used twice in one forward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens[:, :-1])
+        for layer in (*self.layers, self.layers[0]):
+            x = layer(x)
+        logits = self.lm_head(self.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
 MATRICES = (
     *(f"attention.{p}_proj.weight" for p in "qkvo"),
     "gate_proj.weight",
@@ -97,7 +108,7 @@ class Mlp(nn.Module):
 def build(name: str) -> nn.Module:
     """Build a model with the weights every test starts from."""
     torch.manual_seed(42)
-    return {"llama": LlamaLike, "mlp": Mlp}[name]()
+    return {"llama": LlamaLike, "mlp": Mlp, "twice": Twice}[name]()
 
 
 def global_batches(steps: int, *, batch: int = GLOBAL_BATCH, seed: int = 7) -> list[Tensor]:

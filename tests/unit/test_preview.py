@@ -115,6 +115,8 @@ def test_buckets_follow_the_owners_load_and_the_bound_is_printed() -> None:
 def test_check_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(EXAMPLES / "zero2.json")]) == 0
     assert "5 Newton-Schulz steps in bfloat16, ZeRO stage 2" in capsys.readouterr().out
+    assert main(["check", str(EXAMPLES / "hf_trainer_zero3.json")]) == 0
+    assert "the Trainer fills lr, weight_decay\n" in capsys.readouterr().out
     bad = tmp_path / "bad.json"
     for text, words in (
         ('{"optimizer": {"type": "DMuon", "params": {"momentm": 0.9}}}', "'momentum'"),
@@ -280,8 +282,8 @@ def test_tables_show_matrices_and_shard_sizes(capsys: pytest.CaptureFixture[str]
         ('{"optimizer": {"type": "DMuon"}, "zero_optimization": {"stage": 7}}', "stage: "),
         ('{"optimizer": {"type": "DMuon"}, "zero_optimization": {"stage": "x"}}', "stage: "),
         (
-            '{"optimizer": {"type": "DMuon"}, "zero_optimization": {"sub_group_size": 0}}',
-            "sub_group_size must be at least 1",
+            '{"optimizer": {"type": "DMuon"}, "zero_optimization": {"sub_group_size": -1}}',
+            "sub_group_size must not be negative",
         ),
         ('{"optimizer": {"type": "DMuon"}, "bf16": true}', "bf16: "),
         (
