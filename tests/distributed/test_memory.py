@@ -16,7 +16,7 @@ from ds_muon.plan.layout import Matrix, Placement, split_parameter_layout
 from ds_muon.plan.traffic import STRATEGIES
 from ds_muon.planning import MIB, plan_layout
 from ds_muon.run.step import LeafStep, StepEngine
-from ds_muon.zero.seams import DeepSpeedTransport
+from ds_muon.zero.transport import DeepSpeedTransport
 from tests.harness import ranks
 from tests.harness.memory import peak_allocated
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus, is_zero_param
 from torch import nn
 
 from ds_muon.config import HsdpConfig
-from ds_muon.zero.seams import DeepSpeedTransport, own_group, private
+from ds_muon.zero.seams import available, override, private
+from ds_muon.zero.transport import DeepSpeedTransport, own_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,23 @@ def require_shard_size(hsdp: HsdpConfig | None, world_size: int) -> None:
     )
 
 
+def require_movable(hsdp: HsdpConfig | None, module: nn.Module) -> None:
+    """Check that parameters which zero.Init cut over all ranks can be cut over a row instead.
+
+    Raises:
+        ValueError: this DeepSpeed keeps one group for all parameters of a zero.Init.
+    """
+    if hsdp is None or available(Init, "_partition_world_size"):
+        return
+    if any(is_zero_param(parameter) for parameter in module.parameters()):
+        raise ValueError(
+            "optimizer.params.hsdp: the model was built under deepspeed.zero.Init, whose "
+            "parameters cannot change their group before deepspeed 0.19.3; install a newer one, "
+            "or build the model without zero.Init (the HF Trainer: load it before "
+            "TrainingArguments)"
+        )
+
+
 def make_mesh(hsdp: HsdpConfig | None, world_size: int) -> Mesh | None:
     """Make the groups; a collective. One replica needs none."""
     if hsdp is None or hsdp.shard_size == world_size:
@@ -102,13 +120,12 @@ def partitioned_over(engine: Any, mesh: Mesh) -> Iterator[None]:
     if int(engine.zero_optimization_stage()) == 3:
         _partition_parameters(engine.module, mesh)
     world = private(engine, "seq_data_parallel_group")
-    engine.seq_data_parallel_group = mesh.zero_group
+    override(engine, "seq_data_parallel_group", mesh.zero_group)
     try:
         yield
     finally:
-        engine.seq_data_parallel_group = world
-    private(engine, "seq_dp_world_size")
-    engine.seq_dp_world_size = mesh.shard_size
+        override(engine, "seq_data_parallel_group", world)
+    override(engine, "seq_dp_world_size", mesh.shard_size)
 
 
 def _partition_parameters(module: nn.Module, mesh: Mesh) -> None:

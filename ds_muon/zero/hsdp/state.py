@@ -21,7 +21,7 @@ from ds_muon.comm.transport import Transport
 from ds_muon.optimizer import MOMENTUM, MatrixOwnerOptimizer
 from ds_muon.run.momentum import SpreadMomentum
 from ds_muon.zero.hsdp.mesh import Mesh
-from ds_muon.zero.seams import private
+from ds_muon.zero.seams import override
 
 # (offset in the parameter, view of the momentum) of all that this rank keeps of one parameter.
 Pieces = list[tuple[int, Tensor]]
@@ -66,10 +66,9 @@ def write_one_replica(engine: Any, mesh: Mesh, optimizer: MatrixOwnerOptimizer) 
             return save(*args, **kwargs)
 
     engine.save_checkpoint = save_checkpoint
-    private(engine, "is_first_weights_partition_group")
     if int(engine.zero_optimization_stage()) == 3:
         # ZeRO-3's model files carry the rank in a row, which replicas share.
-        engine.is_first_weights_partition_group = lambda: mesh.replica == 0
+        override(engine, "is_first_weights_partition_group", lambda: mesh.replica == 0)
 
 
 def offload_with_states(engine: Any, spread: SpreadMomentum) -> None:

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from ds_muon.comm.transport import Transport
 from ds_muon.routing import Route
 from ds_muon.run.packed import Fetched, PackedOwners, SourcedMatrix
-from ds_muon.zero.seams import private
+from ds_muon.zero.seams import override, private
 from ds_muon.zero.wrapping import after
 
 
@@ -60,7 +60,8 @@ class OwnerSource:
             packed.invalidate()
 
     def _override(self, parameter: Any) -> None:
-        gather, partition = private(parameter, "all_gather_coalesced"), parameter.partition
+        gather = private(parameter, "all_gather_coalesced")
+        partition = private(parameter, "partition")
 
         @functools.wraps(gather)
         def all_gather_coalesced(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
@@ -79,8 +80,8 @@ class OwnerSource:
                 for p in [parameter] if param_list is None else param_list:
                     self._changed(p)
 
-        parameter.all_gather_coalesced = all_gather_coalesced
-        parameter.partition = partition_then_stale
+        override(parameter, "all_gather_coalesced", all_gather_coalesced)
+        override(parameter, "partition", partition_then_stale)
 
     def _changed(self, parameter: Any) -> None:
         route = self._route_of.get(id(parameter))
