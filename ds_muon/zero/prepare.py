@@ -25,7 +25,7 @@ from ds_muon.optimizer import MUON, MatrixOwnerOptimizer
 from ds_muon.ortho.newton_schulz import arithmetic_for
 from ds_muon.ortho.recipes import OrthoSpec, resolve
 from ds_muon.routing import Route, RoutingTable, clean_name, route_parameters
-from ds_muon.zero.hsdp.mesh import Mesh, make_mesh, require_movable, require_shard_size
+from ds_muon.zero.hsdp.mesh import Mesh, make_mesh, require_own_groups, require_shard_size
 from ds_muon.zero.seams import parsed_config, require_instances, user_config, version_warning
 from ds_muon.zero.support import refuse_unsupported
 from ds_muon.zero.transport import DeepSpeedTransport
@@ -122,7 +122,7 @@ def _prepare(
     facts.update((key, repr(written.get(key))) for key in _COMPARED_SECTIONS)
     refuse_unsupported(engine, config)
     require_shard_size(config.hsdp, transport.world_size)
-    require_movable(config.hsdp, engine.module)
+    require_own_groups(config.hsdp, int(engine.zero_optimization_stage()))
     spec = resolve(config)
     device = torch.device(get_accelerator().current_device_name())
     facts["arithmetic"] = repr(arithmetic_for(spec, device))

@@ -171,8 +171,8 @@ SEAMS: tuple[Seam, ...] = (
     *_of(
         _INIT,
         "class",
-        "hsdp at stage 3 on a model built under deepspeed.zero.Init",
-        _partition_world_size="parameters of one zero.Init may have groups of their own",
+        "hsdp at stage 3, from deepspeed 0.19.3",
+        _partition_world_size="each parameter may have a group of its own",
     ),
     *_of(_GROUPS, "class", _get_sequence_parallel_world_size="refusal of sequence parallelism"),
 )

@@ -75,20 +75,16 @@ def require_shard_size(hsdp: HsdpConfig | None, world_size: int) -> None:
     )
 
 
-def require_movable(hsdp: HsdpConfig | None, module: nn.Module) -> None:
-    """Check that parameters which zero.Init cut over all ranks can be cut over a row instead.
+def require_own_groups(hsdp: HsdpConfig | None, stage: int) -> None:
+    """Check that ZeRO-3 can partition over another group than the world.
 
     Raises:
-        ValueError: this DeepSpeed keeps one group for all parameters of a zero.Init.
+        ValueError: this DeepSpeed cannot.
     """
-    if hsdp is None or available(Init, "_partition_world_size"):
-        return
-    if any(is_zero_param(parameter) for parameter in module.parameters()):
+    if hsdp is not None and stage == 3 and not available(Init, "_partition_world_size"):
         raise ValueError(
-            "optimizer.params.hsdp: the model was built under deepspeed.zero.Init, whose "
-            "parameters cannot change their group before deepspeed 0.19.3; install a newer one, "
-            "or build the model without zero.Init (the HF Trainer: load it before "
-            "TrainingArguments)"
+            "optimizer.params.hsdp at zero_optimization.stage 3 needs deepspeed 0.19.3 or newer, "
+            "where a parameter can have a group of its own; install it, or use stage 1 or 2"
         )
 
 
