@@ -68,6 +68,12 @@ class ConfigFile(BaseModel):
         return {None: 2 if self.low_precision else 4, "fp32": 4}.get(kind, 2)
 
     @property
+    def makes_bf16_optimizer(self) -> bool:
+        """Whether DeepSpeed replaces ZeRO-1's optimizer by its BF16_Optimizer."""
+        bf16 = bool(self.bf16.enabled) and self.gradient_bytes == 4
+        return bf16 and self.zero_optimization.stage == 1
+
+    @property
     def zero_settings(self) -> ZeroSettings:
         """What decides the layout."""
         zero = self.zero_optimization
@@ -124,5 +130,4 @@ def _require_usable(found: ConfigFile) -> None:
                 f"zero_optimization.{name}.device is {offload.device!r}, which DMuon does not "
                 "support; remove it"
             )
-    bf16_optimizer = bool(found.bf16.enabled) and found.gradient_bytes == 4 and zero.stage == 1
-    require_stage(found.params, zero.stage, bf16_optimizer=bf16_optimizer)
+    require_stage(found.params, zero.stage, bf16_optimizer=found.makes_bf16_optimizer)
