@@ -24,16 +24,21 @@ def main() -> int:
     parser.add_argument("--only", help="a glob of parts")
     parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher")
     args = parser.parse_args()
-    deepspeed.logger.setLevel(logging.WARNING)
-    # A logger that is configured says warnings only.
-    logging.getLogger("ds_muon").addHandler(logging.NullHandler())
-    warnings.simplefilter("ignore", FutureWarning)
+    _quieten()
     deepspeed.init_distributed(timeout=_TIMEOUT, verbose=False)
     report = run(args.only)
     if torch.distributed.get_rank() == 0:
         print(report.verdict(), flush=True)
     torch.distributed.destroy_process_group()
     return report.exit_status
+
+
+def _quieten() -> None:
+    """Leave the terminal to the parts: a dozen engines start here."""
+    deepspeed.logger.setLevel(logging.WARNING)
+    # A logger that is configured says warnings only.
+    logging.getLogger("ds_muon").addHandler(logging.NullHandler())
+    warnings.simplefilter("ignore", FutureWarning)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ import torch
 import ds_muon.run.step
 from ds_muon.cli import main
 from ds_muon.optimizer import MatrixOwnerOptimizer
+from ds_muon.selftest import __main__ as program
 from ds_muon.selftest import reference, session, training
 from ds_muon.selftest.parts import parts_for
 from tests.harness import ranks
@@ -144,31 +145,26 @@ def test_the_command_launches_ranks() -> None:
     assert "on 2 rank(s) of cpu" in done.stdout
 
 
-BROKEN_RANK = """
-import runpy, sys
-import ds_muon.run.step as step
-real = step.orthogonalize_into
-step.orthogonalize_into = lambda *a, **k: real(*a, **k).mul_(1.001)
-sys.argv = ["ds_muon.selftest", "--only", "stage 1"]
-runpy.run_module("ds_muon.selftest", run_name="__main__")
-"""
+def run_main(what: str) -> tuple[int, str]:
+    """Run on a rank: exit status and last line of the rank's program, in a world that exists."""
+    shown = io.StringIO()
+    with (
+        broken(what),
+        mock.patch.object(sys, "argv", ["selftest", "--local_rank=0", "--only", "stage 1"]),
+        mock.patch.object(program, "_quieten"),
+        mock.patch.object(torch.distributed, "destroy_process_group"),
+        contextlib.redirect_stdout(shown),
+    ):
+        status = program.main()
+    return status, shown.getvalue().splitlines()[-1] if shown.getvalue() else ""
 
 
-def test_a_broken_rank_exits_with_1() -> None:
-    with socket.socket() as listening:
-        listening.bind(("", 0))
-        port = str(listening.getsockname()[1])
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    done = subprocess.run(
-        [sys.executable, "-c", BROKEN_RANK],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, **env, "MASTER_PORT": port},
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("FAIL: 1 of 1 parts on 1 rank(s) of cpu")
+@pytest.mark.parametrize(("what", "status", "verdict"), [("", 0, "PASS"), ("DeepSpeed", 1, "FAIL")])
+def test_a_ranks_program_exits_by_the_verdict(what: str, status: int, verdict: str) -> None:
+    out = ranks.run(2, run_main, what=what)
+    assert [o[0] for o in out] == [status, status]
+    assert out[0][1].startswith(f"{verdict}: ")
+    assert out[1][1] == ""
 
 
 def test_a_glob_that_matches_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
