@@ -62,10 +62,7 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         clear_padding(leaf)
     plans = [row[0 if mesh is None else mesh.replica] for row in rows]
     device = torch.device(get_accelerator().current_device_name())
-    free = _free_bytes(device)
-    for exchange in sorted({plan.exchange for plan in plans}):
-        warm_up(exchange, prepared.row, device)
-    communicator = free - _free_bytes(device)
+    communicator = _communicator_bytes(plans, prepared, device)
     replication = None
     if mesh is not None and config.hsdp is not None:
         replication = Replication(
@@ -109,6 +106,14 @@ def _wrapping(engine: Any) -> tuple[Any, ...]:
         return (wrapper,)
     offload = private(wrapper, "parameter_offload")
     return wrapper, offload, *engine.module.parameters()
+
+
+def _communicator_bytes(plans: Sequence[Plan], prepared: Preparation, device: torch.device) -> int:
+    """Make the exchange's connections, and return the memory that they take."""
+    free = _free_bytes(device)
+    for exchange in sorted({plan.exchange for plan in plans}):
+        warm_up(exchange, prepared.row, device)
+    return free - _free_bytes(device)
 
 
 def _free_bytes(device: torch.device) -> int:

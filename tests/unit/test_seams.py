@@ -18,8 +18,8 @@ from ds_muon.zero import seams
 
 ZERO = Path(seams.__file__).parent
 SOURCES = [path for path in sorted(ZERO.rglob("*.py")) if path.name != "seams.py"]
-# Not DeepSpeed's: torch's mark of a module that runs compiled code.
-TORCH_NAMES = {"_compiled_call_impl"}
+# Not DeepSpeed's: torch's mark of a module that runs compiled code, and its copy of many tensors.
+TORCH_NAMES = {"_compiled_call_impl", "_foreach_copy_"}
 
 
 def is_private(name: Any) -> bool:
