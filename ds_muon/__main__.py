@@ -3,6 +3,6 @@
 
 import sys
 
-from ds_muon.preview.cli import main
+from ds_muon.cli import main
 
 sys.exit(main())

@@ -23,8 +23,8 @@ from rich.table import Table
 from ds_muon.ortho.newton_schulz import arithmetic_for, orthogonalize_into, scratch_numel
 from ds_muon.ortho.recipes import OrthoSpec, resolve
 from ds_muon.plan.costs import CostModel
-from ds_muon.preview.cli import build_model
 from ds_muon.preview.config_file import read_config
+from ds_muon.preview.plan_command import build_model
 from ds_muon.preview.subject import read_subject
 
 Shape = tuple[int, int]

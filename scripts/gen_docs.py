@@ -8,6 +8,7 @@ python scripts/gen_docs.py --check    exits 1 if a file differs from what code s
 from __future__ import annotations
 
 import argparse
+import configparser
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -19,11 +20,17 @@ from ds_muon.ortho.coefficients import COEFFICIENTS
 from ds_muon.ortho.recipes import RECIPES
 from ds_muon.routing import HEAD_NAMES
 from ds_muon.routing.fused import FUSED_LAYOUTS
+from ds_muon.zero.seams import SEAMS, TESTED_VERSIONS
 from ds_muon.zero.support import refused_table, supported_table
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
+
+VERSION_NOTES = """- `compute_grad_norm` and `parameter_alignment` are DeepSpeed's keys from 0.19.7.
+- `GatheredParameters` around matrices that `reshard_after_forward: false` holds: from 0.19.7;
+  before, DeepSpeed raises an error.
+"""
 
 RULES = """
 ## Rules
@@ -48,6 +55,29 @@ RULES = """
 """
 
 
+def versions() -> str:
+    """What setup.cfg allows, and what scripts/test_versions.sh ran on."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    required = setup["options"]["install_requires"].split()
+    [deepspeed] = [line for line in required if line.startswith("deepspeed")]
+    python = setup["options"]["python_requires"]
+    pinned = (ROOT / "scripts" / "constraints.txt").read_text().split("\n")
+    torch = next(line for line in pinned if line.startswith("torch"))
+    limited = [seam for seam in SEAMS if seam.only_for is not None]
+    return (
+        "## Versions\n\n"
+        f"`{deepspeed}`, Python `{python}`. `scripts/test_versions.sh` runs parity at every stage, "
+        "HSDP, a resume and fp16's loss scales on DeepSpeed "
+        f"{', '.join(TESTED_VERSIONS)} with `{torch}`.\n\n"
+        "At start ds_muon looks for every private attribute of DeepSpeed that it reads "
+        "(`ds_muon/zero/seams.py`) and stops with one error that names all that are missing. A "
+        "version outside the tested ones that has them all starts with a warning.\n\n"
+        + "".join(f"- {seam.only_for}.\n" for seam in limited)
+        + VERSION_NOTES
+    )
+
+
 def support_page() -> str:
     return (
         "# What is supported\n\n"
@@ -57,6 +87,8 @@ def support_page() -> str:
         + supported_table()
         + "\n"
         + refused_table()
+        + "\n"
+        + versions()
         + RULES.replace("{heads}", ", ".join(sorted(HEAD_NAMES)))
     )
 

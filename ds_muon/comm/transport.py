@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport: the collectives that this package issues, as an interface that is passed in.
 
-zero/seams.py makes one of deepspeed.comm calls; tests wrap it to count elements and calls.
+zero/transport.py makes one of deepspeed.comm calls; tests wrap it to count elements and calls.
 Every call is asynchronous: its tensors must live, and stay as they are, until it was waited for.
 """
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ds_muon plan` and `ds_muon check`: what a run would do, before it runs.
 
-record.py and sweep.py have the numbers, show.py prints them, cli.py has the arguments. Never
+record.py and sweep.py have the numbers, show.py prints them, the commands have the arguments. Never
 imports DeepSpeed, and nothing that trains imports it.
 """

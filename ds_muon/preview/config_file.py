@@ -105,6 +105,12 @@ class ConfigFile(BaseModel):
         )
 
     @property
+    def makes_bf16_optimizer(self) -> bool:
+        """Whether DeepSpeed replaces ZeRO-1's optimizer by its BF16_Optimizer."""
+        bf16 = bool(self.bf16.enabled) and self.gradient_bytes == 4
+        return bf16 and self.zero_optimization.stage == 1 and not self.offload.optimizer
+
+    @property
     def zero_settings(self) -> ZeroSettings:
         """What decides the layout."""
         zero = self.zero_optimization
@@ -158,9 +164,7 @@ def _require_usable(found: ConfigFile) -> None:
             f"zero_optimization.sub_group_size must not be negative, got {zero.sub_group_size:g}"
         )
     _require_usable_offload(found)
-    bf16_optimizer = bool(found.bf16.enabled) and found.gradient_bytes == 4 and zero.stage == 1
-    bf16_optimizer = bf16_optimizer and not found.offload.optimizer
-    require_stage(found.params, zero.stage, bf16_optimizer=bf16_optimizer)
+    require_stage(found.params, zero.stage, bf16_optimizer=found.makes_bf16_optimizer)
 
 
 def _require_usable_offload(found: ConfigFile) -> None:

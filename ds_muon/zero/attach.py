@@ -26,7 +26,7 @@ from ds_muon.ortho.newton_schulz import arithmetic_for
 from ds_muon.plan.plan import Plan
 from ds_muon.planning import MIB, plan_run
 from ds_muon.run.step import StepEngine
-from ds_muon.zero import seams
+from ds_muon.zero import corrections
 from ds_muon.zero.checkpoint.load import CheckpointLoader
 from ds_muon.zero.checkpoint.save import save_whole
 from ds_muon.zero.gradients import forget_old_gradients
@@ -38,6 +38,7 @@ from ds_muon.zero.parameters.hidden_gather import HiddenGather
 from ds_muon.zero.parameters.lifetime import set_lifetime
 from ds_muon.zero.parameters.owner_source import OwnerSource
 from ds_muon.zero.prepare import Preparation
+from ds_muon.zero.seams import private, require_instances
 
 
 def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
@@ -51,6 +52,7 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
     sets: tuple[LeafSet, ...] = ()
     rows: tuple[tuple[Plan, ...], ...] = ()
     try:
+        require_instances(*_wrapping(engine))
         sets = read_leaf_sets(engine, prepared.groups, prepared.row)
         rows = _plan(sets, prepared)
     except Exception as error:  # shown to every rank, then raised
@@ -62,10 +64,7 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         clear_padding(leaf)
     plans = [row[0 if mesh is None else mesh.replica] for row in rows]
     device = torch.device(get_accelerator().current_device_name())
-    free = seams.free_bytes(device)
-    for exchange in sorted({plan.exchange for plan in plans}):
-        warm_up(exchange, prepared.row, device)
-    communicator = free - seams.free_bytes(device)
+    communicator = _communicator_bytes(plans, prepared, device)
     replication = None
     if mesh is not None and config.hsdp is not None:
         replication = Replication(
@@ -111,6 +110,29 @@ def _say_plan(
         warning = plan.oversize_warning(prepared.config.workspace_mb)
         if warning:
             say(warning, rank=rank, level=logging.WARNING)
+
+
+def _wrapping(engine: Any) -> tuple[Any, ...]:
+    """The objects that DeepSpeed made while it wrapped the optimizer."""
+    wrapper = engine.optimizer
+    if int(engine.zero_optimization_stage()) < 3:
+        return (wrapper,)
+    offload = private(wrapper, "parameter_offload")
+    return wrapper, offload, *engine.module.parameters()
+
+
+def _communicator_bytes(plans: Sequence[Plan], prepared: Preparation, device: torch.device) -> int:
+    """Make the exchange's connections, and return the memory that they take."""
+    free = _free_bytes(device)
+    for exchange in sorted({plan.exchange for plan in plans}):
+        warm_up(exchange, prepared.row, device)
+    return free - _free_bytes(device)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory of the device that nobody has, where it can say; communication libraries take theirs
+    without torch's allocator knowing."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def _binding(
@@ -173,15 +195,15 @@ def _owners(rows: Sequence[Sequence[Plan]]) -> dict[str, int]:
 def _correct_wrapper(engine: Any) -> None:
     wrapper = engine.optimizer
     if wrapper is engine.basic_optimizer:
-        seams.record_clipped_norm(engine)
+        corrections.record_clipped_norm(engine)
         return
     forget_old_gradients(wrapper)
     if engine.fp16_enabled():
-        seams.update_loss_scale_after_step(wrapper)
+        corrections.update_loss_scale_after_step(wrapper)
         if isinstance(wrapper, FP16_UnfusedOptimizer):
-            seams.scale_loss_without_zero(engine)
+            corrections.scale_loss_without_zero(engine)
     if isinstance(wrapper, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
-        seams.link_states(wrapper)
+        corrections.link_states(wrapper)
 
 
 def _schedule_parameters(

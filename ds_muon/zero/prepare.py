@@ -25,9 +25,10 @@ from ds_muon.optimizer import MUON, MatrixOwnerOptimizer
 from ds_muon.ortho.newton_schulz import arithmetic_for
 from ds_muon.ortho.recipes import OrthoSpec, resolve
 from ds_muon.routing import Route, RoutingTable, clean_name, route_parameters
-from ds_muon.zero import seams
-from ds_muon.zero.hsdp.mesh import Mesh, make_mesh, require_shard_size
+from ds_muon.zero.hsdp.mesh import Mesh, make_mesh, require_own_groups, require_shard_size
+from ds_muon.zero.seams import parsed_config, require_instances, user_config, version_warning
 from ds_muon.zero.support import refuse_unsupported
+from ds_muon.zero.transport import DeepSpeedTransport
 
 _COMPARED_SECTIONS = (
     "zero_optimization",
@@ -51,18 +52,18 @@ class Preparation:
     config: DMuonConfig
     spec: OrthoSpec
     groups: tuple[RoutedGroup, ...]
-    transport: seams.DeepSpeedTransport
+    transport: DeepSpeedTransport
     mesh: Mesh | None = None
 
     @property
-    def row(self) -> seams.DeepSpeedTransport:
+    def row(self) -> DeepSpeedTransport:
         """Transport over the ranks that ZeRO partitions over."""
         return self.transport if self.mesh is None else self.mesh.row
 
-    def row_transport(self, purpose: str) -> seams.DeepSpeedTransport:
+    def row_transport(self, purpose: str) -> DeepSpeedTransport:
         """A transport like `row` on a communicator of its own."""
         rows = None if self.mesh is None else self.mesh.rows
-        return seams.DeepSpeedTransport(purpose, rows)
+        return DeepSpeedTransport(purpose, rows)
 
     @property
     def hides_gather(self) -> bool:
@@ -86,7 +87,7 @@ def build_optimizer(engine: Any, model_parameters: Iterable[Any]) -> MatrixOwner
         ValueError: the configuration, the model or the regime cannot be honoured.
         RuntimeError: another rank failed, or ranks differ.
     """
-    transport = seams.DeepSpeedTransport()
+    transport = DeepSpeedTransport()
     facts: dict[str, str] = {}
     problem, prepared = None, None
     try:
@@ -96,9 +97,9 @@ def build_optimizer(engine: Any, model_parameters: Iterable[Any]) -> MatrixOwner
     require_agreement(transport, facts, problem=problem)
     if prepared is None:
         raise AssertionError("agreement passed a rank with a problem")
-    warning = table.require_matrices()
+    warnings = [table.require_matrices(), version_warning(version("deepspeed"))]
     say(f"routing, recipe {prepared.config.recipe}\n{table.report()}", rank=transport.rank)
-    if warning:
+    for warning in filter(None, warnings):
         say(warning, rank=transport.rank, level=logging.WARNING)
     optimizer = MatrixOwnerOptimizer([g.as_param_group() for g in prepared.groups], prepared.config)
     mesh = make_mesh(prepared.config.hsdp, transport.world_size)
@@ -109,17 +110,19 @@ def build_optimizer(engine: Any, model_parameters: Iterable[Any]) -> MatrixOwner
 def _prepare(
     engine: Any,
     model_parameters: Iterable[Any],
-    transport: seams.DeepSpeedTransport,
+    transport: DeepSpeedTransport,
     facts: dict[str, str],
 ) -> tuple[Preparation, RoutingTable]:
+    require_instances(engine, parsed_config(engine))
     for package in ("ds_muon", "deepspeed", "torch"):
         facts[f"{package} version"] = version(package)
     config = parse(engine.optimizer_params())
     facts.update((f"optimizer.params.{k}", repr(v)) for k, v in config)
-    written = seams.user_config(engine)
+    written = user_config(engine)
     facts.update((key, repr(written.get(key))) for key in _COMPARED_SECTIONS)
     refuse_unsupported(engine, config)
     require_shard_size(config.hsdp, transport.world_size)
+    require_own_groups(config.hsdp, int(engine.zero_optimization_stage()))
     spec = resolve(config)
     device = torch.device(get_accelerator().current_device_name())
     facts["arithmetic"] = repr(arithmetic_for(spec, device))

@@ -19,15 +19,20 @@ from ds_muon.optimizer import MatrixOwnerOptimizer
 from ds_muon.zero.attach import bind_optimizer
 from ds_muon.zero.hsdp.mesh import partitioned_over
 from ds_muon.zero.prepare import build_optimizer
-from ds_muon.zero.seams import private
+from ds_muon.zero.seams import override, private, require_classes
 
 TYPE_NAME = "DMuon"
 
 
 def install() -> None:
-    """Hook the engine class; a second call does nothing."""
+    """Hook the engine class; a second call does nothing.
+
+    Raises:
+        RuntimeError: this DeepSpeed lacks what ds_muon needs; nothing has been hooked.
+    """
     if MatrixOwnerOptimizer in ZERO_SUPPORTED_OPTIMIZERS:
         return
+    require_classes()
     ZERO_SUPPORTED_OPTIMIZERS.append(MatrixOwnerOptimizer)
     build_basic = private(DeepSpeedEngine, "_configure_basic_optimizer")
     configure_zero = private(DeepSpeedEngine, "_configure_zero_optimizer")
@@ -53,6 +58,6 @@ def install() -> None:
         if isinstance(self.basic_optimizer, MatrixOwnerOptimizer):
             bind_optimizer(self, self.basic_optimizer)
 
-    DeepSpeedEngine._configure_basic_optimizer = _configure_basic_optimizer
-    DeepSpeedEngine._configure_zero_optimizer = _configure_zero_optimizer
-    DeepSpeedEngine._configure_optimizer = _configure_optimizer
+    override(DeepSpeedEngine, "_configure_basic_optimizer", _configure_basic_optimizer)
+    override(DeepSpeedEngine, "_configure_zero_optimizer", _configure_zero_optimizer)
+    override(DeepSpeedEngine, "_configure_optimizer", _configure_optimizer)

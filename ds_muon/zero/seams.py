@@ -1,47 +1,311 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seams: the private attributes of DeepSpeed and torch that are read, and the fixes on instances.
+"""Seams: every undocumented attribute of DeepSpeed that ds_muon reads or replaces, in one table.
 
-Owns: one guarded accessor, the transport made of deepspeed.comm calls, and the corrections that
-apply to engines running DMuon and to no other:
-- the loss scale is updated after the step, not in its middle, so that the step in which it grows
-  does not unscale by a factor that its backward never used;
-- fp16 without ZeRO scales the loss, which its optimizer then unscales;
-- fp32 without ZeRO records the gradient norm that its clipping computes;
-- ZeRO-1/2 links optimizer states at start and after loading, for `safe_get_full_optimizer_state`.
+Owns: the table, the only accessors to what is in it, and the probe that compares it with the
+DeepSpeed that is installed: attributes of classes and modules when ds_muon hooks itself in, those
+of instances when an engine is built. A version that lacks one is refused by one error that names
+all that is missing, before anything has been changed.
+Never does: say what is done about them; corrections.py, leaves.py, hsdp/ and parameters/ do.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal
 
 import deepspeed
-import deepspeed.comm as dist
 import torch
 from deepspeed.constants import default_pg_timeout
-from deepspeed.runtime.utils import clip_grad_norm_
-from torch import Tensor
 
-from ds_muon.comm.transport import Pending
+# scripts/test_versions.sh runs on each of these; what lies between them counts as tested.
+TESTED_VERSIONS = ("0.19.0", "0.19.3", "0.19.6", "0.19.8")
 
-TESTED_VERSIONS = "0.19.8"
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_CONFIG = "deepspeed.runtime.config:DeepSpeedConfig"
+_ZERO12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
+_UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
+_OFFLOAD = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
+_COORDINATOR = (
+    "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
+)
+_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
+# What ZeRO-3 puts on every parameter.
+_PARAMETER = "torch.nn.parameter:Parameter"
+_GROUPS = "deepspeed.utils.groups"
+_ZERO12_MODULE = "deepspeed.runtime.zero.stage_1_and_2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seam:
+    """One attribute.
+
+    Attributes:
+        owner: "module:Class", or a module.
+        level: "class" for what stands on the class or module, "instance" for what its objects have.
+        purpose: what ds_muon needs it for.
+        only_for: the feature that is refused without it; None: nothing works without it.
+    """
+
+    owner: str
+    name: str
+    level: Literal["class", "instance"]
+    purpose: str
+    only_for: str | None = None
+
+    def __str__(self) -> str:
+        owner = self.owner.rsplit(":", 1)[-1].rsplit(".", 1)[-1]
+        return f"{owner}.{self.name}: {self.purpose}"
+
+
+def _of(
+    owner: str, level: Literal["class", "instance"], only_for: str | None = None, **names: str
+) -> tuple[Seam, ...]:
+    return tuple(
+        Seam(owner=owner, name=name, level=level, purpose=purpose, only_for=only_for)
+        for name, purpose in names.items()
+    )
+
+
+SEAMS: tuple[Seam, ...] = (
+    *_of(
+        _ENGINE,
+        "class",
+        _configure_basic_optimizer="hooked, to build DMuon's base optimizer",
+        _configure_zero_optimizer="hooked, to partition over a row of HSDP",
+        _configure_optimizer="hooked, to bind the optimizer once it is wrapped",
+        clip_fp32_gradients="replaced without ZeRO in fp32, to record the gradient's norm",
+        _load_checkpoint="replaced, to take a checkpoint by parameter name",
+        _load_zero_checkpoint="replaced, likewise",
+        _get_all_ckpt_names="replaced while such a checkpoint is loaded",
+        is_first_weights_partition_group="replaced under HSDP: one replica writes model files",
+    ),
+    *_of(
+        _ENGINE,
+        "instance",
+        _config="the parsed ds_config.json",
+        seq_data_parallel_group="the group that ZeRO partitions over; a row under HSDP",
+        seq_dp_world_size="the size of that group, which checkpoints record",
+        _global_grad_norm="written without ZeRO in fp32, where DeepSpeed drops the norm",
+    ),
+    *_of(_CONFIG, "instance", _param_dict="ds_config.json as written, compared between ranks"),
+    *_of(
+        _ZERO12,
+        "class",
+        _update_scale="deferred to the end of an fp16 step",
+        _lazy_init_hp_params_optimizer_state="called at start, to link optimizer states",
+        _link_all_hp_params="followed under HSDP: it binds accessors anew",
+        refresh_fp32_params="made to wait for hidden gathers and published updates",
+    ),
+    *_of(
+        _ZERO12,
+        "instance",
+        bit16_groups_flat="flat 16-bit weights: where each parameter lies",
+        single_partition_of_fp32_groups="flat master weights: the leaves",
+        averaged_gradients="reduced gradients, which HSDP reduces again",
+        model_parallel_group="replaced under HSDP: norms and overflow cover the replicas",
+        model_parallel_rank="replaced under HSDP, likewise",
+        allgather_bucket_size="width of the slices of a hidden gather",
+        parallel_partitioned_bit16_groups="16-bit weights that published updates go to",
+        _hp_optimizer_states_linked="cleared after a load, so that states are linked again",
+    ),
+    *_of(_ZERO12_MODULE, "class", all_gather_dp_groups="replaced where the gather is hidden"),
+    *_of(_ZERO3, "class", _update_scale="deferred to the end of an fp16 step"),
+    *_of(
+        _ZERO3,
+        "instance",
+        fp16_groups="sub-groups: which parameters share a leaf",
+        fp32_partitioned_groups_flat="flat master weights: the leaves",
+        fp16_partitioned_groups_flat="16-bit weights that published updates go to",
+        averaged_gradients="reduced gradients, which HSDP reduces again",
+        model_parallel_group="replaced under HSDP: norms and overflow cover the replicas",
+        model_parallel_rank="replaced under HSDP, likewise",
+        parameter_offload="leads to the coordinator, which frees parameters",
+        persistent_parameters="shortened where reshard_after_forward rules instead",
+    ),
+    *_of(
+        _BF16,
+        "class",
+        _lazy_init_hp_params_optimizer_state="called at start, to link optimizer states",
+    ),
+    *_of(
+        _BF16,
+        "instance",
+        bf16_groups_flat="flat 16-bit weights: where each parameter lies",
+        fp32_groups_flat_partition="flat master weights: the leaves",
+        _hp_optimizer_states_linked="cleared after a load, so that states are linked again",
+    ),
+    *_of(_UNFUSED, "class", _update_scale="deferred to the end of an fp16 step"),
+    *_of(
+        _UNFUSED,
+        "instance",
+        fp32_groups="master weights: the leaves",
+        _global_grad_norm="corrected, since it carries the loss scale",
+    ),
+    *_of(_OFFLOAD, "class", get_param_coordinator="the coordinator, which frees parameters"),
+    *_of(_OFFLOAD, "instance", persistent_parameters="shortened, like the optimizer's"),
+    *_of(
+        _COORDINATOR,
+        "class",
+        _PartitionedParameterCoordinator__release_param="replaced by reshard_after_forward",
+        release_sub_module="replaced by reshard_after_forward",
+        release_and_reset_all="replaced by reshard_after_forward",
+    ),
+    *_of(
+        _PARAMETER,
+        "instance",
+        all_gather="a gather, which waits for published updates",
+        all_gather_coalesced="the gather of a fetch, which owner_broadcast replaces",
+        partition="the end of a gather; after a write, owners' copies are stale",
+        ds_tensor="this rank's piece of a parameter",
+        ds_shape="a partitioned parameter's own shape",
+        ds_status="whether a parameter is gathered",
+        ds_persist="cleared where reshard_after_forward rules instead",
+        ds_process_group="the group that a parameter is partitioned over",
+    ),
+    *_of(
+        _INIT,
+        "class",
+        "hsdp at stage 3, from deepspeed 0.19.3",
+        _partition_world_size="each parameter may have a group of its own",
+    ),
+    *_of(_GROUPS, "class", _get_sequence_parallel_world_size="refusal of sequence parallelism"),
+)
+_BY_KEY = {(seam.owner, seam.name): seam for seam in SEAMS}
 
 
 def private(owner: Any, name: str) -> Any:
-    """Read a private attribute of DeepSpeed.
+    """Read an attribute that is in the table.
 
     Raises:
+        AssertionError: it is not.
         RuntimeError: this DeepSpeed does not have it.
     """
+    seam = _seam(owner, name)
     if not hasattr(owner, name):
-        owner_name = owner.__name__ if isinstance(owner, type) else type(owner).__name__
-        raise RuntimeError(
-            f"ds_muon relies on {owner_name}.{name}, which deepspeed "
-            f"{deepspeed.__version__} does not have; install deepspeed {TESTED_VERSIONS}"
-        )
+        raise RuntimeError(_report([str(seam)]))
     return getattr(owner, name)
+
+
+def override(owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute that is in the table.
+
+    Raises:
+        AssertionError: it is not.
+        RuntimeError: this DeepSpeed does not have it, so that nobody would look at the new value.
+    """
+    private(owner, name)
+    setattr(owner, name, value)
+
+
+def available(owner: Any, name: str) -> bool:
+    """Whether this DeepSpeed has an attribute that only one feature needs."""
+    return hasattr(owner, _seam(owner, name).name)
+
+
+def _seam(owner: Any, name: str) -> Seam:
+    for key in _owner_keys(owner):
+        if (key, name) in _BY_KEY:
+            return _BY_KEY[key, name]
+    raise AssertionError(f"{_owner_keys(owner)[0]} {name!r} is not in zero/seams.py's table")
+
+
+def _owner_keys(owner: Any) -> list[str]:
+    if isinstance(owner, ModuleType):
+        return [owner.__name__]
+    kind = owner if isinstance(owner, type) else type(owner)
+    return [f"{c.__module__}:{c.__qualname__}" for c in kind.__mro__]
+
+
+def missing_from_classes() -> list[str]:
+    """What the installed DeepSpeed's classes and modules lack, in words."""
+    lacking = []
+    for seam in SEAMS:
+        if seam.level == "class" and seam.only_for is None:
+            try:
+                owner = _import(seam.owner)
+            except (ImportError, AttributeError):
+                owner = None
+            if not hasattr(owner, seam.name):
+                lacking.append(str(seam))
+    return lacking
+
+
+def missing_from(instances: Iterable[Any]) -> list[str]:
+    """What some objects of DeepSpeed lack, in words."""
+    lacking = []
+    for instance in instances:
+        keys = _owner_keys(instance)
+        lacking += [
+            str(seam)
+            for seam in SEAMS
+            if seam.level == "instance"
+            and seam.owner in keys
+            and seam.only_for is None
+            and not hasattr(instance, seam.name)
+        ]
+    return lacking
+
+
+def require_classes() -> None:
+    """Stop before anything is hooked, if the installed DeepSpeed lacks what ds_muon needs.
+
+    Raises:
+        RuntimeError: names everything that is missing.
+    """
+    if lacking := missing_from_classes():
+        raise RuntimeError(_report(lacking))
+
+
+def require_instances(*instances: Any) -> None:
+    """Stop before an engine is changed, if one of its objects lacks what ds_muon needs.
+
+    Raises:
+        RuntimeError: names everything that is missing.
+    """
+    if lacking := missing_from(instances):
+        raise RuntimeError(_report(lacking))
+
+
+def _import(owner: str) -> Any:
+    module, _, name = owner.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
+
+
+def _report(lacking: Sequence[str]) -> str:
+    listed = "".join(f"\n  {text}" for text in lacking)
+    return (
+        f"DMuon needs attributes that deepspeed {deepspeed.__version__} does not have:{listed}\n"
+        f"ds_muon is tested with deepspeed {', '.join(TESTED_VERSIONS)}; install one of these, as "
+        f"in: pip install deepspeed=={TESTED_VERSIONS[-1]}"
+    )
+
+
+def version_warning(installed: str) -> str | None:
+    """Say that a version is outside the tested ones, or nothing; the probe has passed by then."""
+    first, last = TESTED_VERSIONS[0], TESTED_VERSIONS[-1]
+    if _numbers(first) <= _numbers(installed) <= _numbers(last):
+        return None
+    return (
+        f"deepspeed {installed} is outside the versions that ds_muon is tested with, {first} to "
+        f"{last}. It has every attribute that ds_muon looks for, so training goes on; compare a "
+        "run with `ds_muon selftest` first"
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release numbers of a version, without what builds append ("0.19.8+abc", "0.20.0rc1")."""
+    numbers = []
+    for part in version.split("+")[0].split(".")[:3]:
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        numbers.append(int(digits or 0))
+    return tuple(numbers)
 
 
 def parsed_config(engine: Any) -> Any:
@@ -54,164 +318,10 @@ def user_config(engine: Any) -> dict[str, Any]:
     return private(parsed_config(engine), "_param_dict")
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory of the device that nobody has, where it can say; communication libraries take theirs
-    without torch's allocator knowing."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-
-
-Partition = tuple[tuple[int, ...], ...]
-
-
-class DeepSpeedTransport:
-    """Transport by deepspeed.comm, so that its comms logger sees the calls.
-
-    It has a communicator of its own: an exchange never queues behind ZeRO's traffic.
-
-    Args:
-        purpose: transports of equal purpose and partition share one communicator.
-        partition: disjoint lists of all ranks; this transport is over the list with this rank in
-            it, and its ranks count from 0 there. None: one list of all ranks.
-    """
-
-    def __init__(self, purpose: str = "exchange", partition: Partition | None = None) -> None:
-        everyone = tuple(range(dist.get_world_size()))
-        self.group = own_group(purpose, (everyone,) if partition is None else partition)
-        self._ranks = torch.distributed.get_process_group_ranks(self.group)
-        self.rank = self._ranks.index(dist.get_rank())
-        self.world_size = len(self._ranks)
-
-    def all_to_all(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        *,
-        received_numels: Sequence[int],
-        sent_numels: Sequence[int],
-    ) -> Pending:
-        """See Transport."""
-        return dist.all_to_all_single(
-            received,
-            sent,
-            output_split_sizes=list(received_numels),
-            input_split_sizes=list(sent_numels),
-            group=self.group,
-            async_op=True,
-        )
-
-    def all_gather(self, received: Tensor, sent: Tensor) -> Pending:
-        """See Transport."""
-        return dist.all_gather_into_tensor(received, sent, group=self.group, async_op=True)
-
-    def broadcast(self, tensor: Tensor, *, source: int) -> Pending:
-        """See Transport."""
-        return dist.broadcast(tensor, self._ranks[source], group=self.group, async_op=True)
-
-    def reduce(self, tensor: Tensor, *, destination: int) -> Pending:
-        """See Transport."""
-        return dist.reduce(tensor, self._ranks[destination], group=self.group, async_op=True)
-
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        """See Transport."""
-        return dist.all_reduce(tensor, group=self.group, async_op=True)
-
-    def send_receive(
-        self, received: Mapping[int, Tensor], sent: Mapping[int, Tensor]
-    ) -> list[Pending]:
-        """See Transport."""
-        p2p, group, ranks = torch.distributed, self.group, self._ranks
-        batch = [p2p.P2POp(p2p.irecv, t, ranks[peer], group) for peer, t in received.items()]
-        batch += [p2p.P2POp(p2p.isend, t, ranks[peer], group) for peer, t in sent.items()]
-        return p2p.batch_isend_irecv(batch) if batch else []
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """See Transport."""
-        shown: list[Any] = [None] * self.world_size
-        dist.all_gather_object(shown, value, group=self.group)
-        return shown
-
-
-def own_group(purpose: str, partition: Partition) -> Any:
-    """The communicator of this rank's list; every rank asks for the same partitions in order."""
-    return _own_group(torch.distributed.group.WORLD, purpose, partition)
-
-
-@functools.cache
-def _own_group(world: Any, purpose: str, partition: Partition) -> Any:
-    """One communicator per purpose and partition for all engines that share a world."""
-    timeout, mine = _configured_timeout(), dist.get_rank(group=world)
-    groups = [torch.distributed.new_group(list(ranks), timeout=timeout) for ranks in partition]
-    return next(g for g, ranks in zip(groups, partition, strict=True) if mine in ranks)
-
-
-def _configured_timeout() -> timedelta:
+def world_timeout() -> timedelta:
     """The time-out of the world's communicator; a new group would take torch's own otherwise."""
     device = torch.device(deepspeed.get_accelerator().device_name())
     try:
         return torch.distributed.group.WORLD._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
         return default_pg_timeout
-
-
-def update_loss_scale_after_step(zero: Any) -> None:
-    """Defer `_update_scale` of one fp16 wrapper to the end of its step."""
-    update, step = private(zero, "_update_scale"), zero.step
-    pending: list[bool] = []
-
-    def deferred_update(has_overflow: bool = False) -> None:
-        pending.append(has_overflow)
-
-    def step_then_update(closure: None = None) -> Any:
-        result = step(closure)
-        while pending:
-            update(pending.pop())
-        return result
-
-    zero._update_scale = deferred_update
-    zero.step = step_then_update
-
-
-def scale_loss_without_zero(engine: Any) -> None:
-    """Make engine.backward scale the loss for FP16_UnfusedOptimizer, and its norm the raw one."""
-    wrapper = engine.optimizer
-    backward, step = engine.backward, wrapper.step
-
-    def scaled_backward(loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        scale = wrapper.loss_scale
-        return backward(loss.float() * scale, *args, **kwargs) / scale
-
-    def step_with_raw_norm(closure: None = None) -> Any:
-        scale = wrapper.loss_scale
-        result = step(closure)
-        wrapper._global_grad_norm = private(wrapper, "_global_grad_norm") / scale
-        return result
-
-    engine.backward = scaled_backward
-    wrapper.step = step_with_raw_norm
-
-
-def record_clipped_norm(engine: Any) -> None:
-    """Keep the norm that fp32 clipping without ZeRO computes and drops."""
-
-    def clip_fp32_gradients() -> None:
-        engine._global_grad_norm = clip_grad_norm_(
-            parameters=engine.module.parameters(),
-            max_norm=engine.gradient_clipping(),
-            mpu=engine.mpu,
-        )
-
-    private(engine, "clip_fp32_gradients")
-    engine.clip_fp32_gradients = clip_fp32_gradients
-
-
-def link_states(zero: Any) -> None:
-    """Let DeepSpeed's accessors find the states of a flat wrapper, now and after each load."""
-    load, link = zero.load_state_dict, private(zero, "_lazy_init_hp_params_optimizer_state")
-
-    def load_then_link(*args: Any, **kwargs: Any) -> None:
-        load(*args, **kwargs)
-        zero._hp_optimizer_states_linked = False
-        link()
-
-    zero.load_state_dict = load_then_link
-    link()

@@ -94,7 +94,8 @@ def _param(engine: Any, key: str) -> Any:
 
 
 def _expert_parallel(engine: Any) -> bool:
-    config = parsed_config(engine).expert_parallel_config
+    # Absent before DeepSpeed 0.19.2.
+    config = getattr(parsed_config(engine), "expert_parallel_config", None)
     return engine.has_moe_layers or bool(config is not None and config.enabled)
 
 

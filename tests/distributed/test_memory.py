@@ -17,7 +17,7 @@ from ds_muon.plan.traffic import STRATEGIES
 from ds_muon.planning import MIB, plan_layout
 from ds_muon.run.crossing import HostBuffers
 from ds_muon.run.step import LeafStep, StepEngine
-from ds_muon.zero.seams import DeepSpeedTransport
+from ds_muon.zero.transport import DeepSpeedTransport
 from tests.harness import ranks
 from tests.harness.memory import peak_allocated
 

@@ -21,7 +21,7 @@ from ds_muon.plan.traffic import STRATEGIES
 from ds_muon.planning import plan_layout
 from ds_muon.run.step import LeafStep, StepEngine
 from ds_muon.run.views import view
-from ds_muon.zero.seams import DeepSpeedTransport
+from ds_muon.zero.transport import DeepSpeedTransport
 from tests.harness import models, ranks
 from tests.harness.training import CountingTransport, ds_config, start_engine, train_steps
 

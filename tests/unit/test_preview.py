@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from ds_muon.preview.cli import build_model, main
+from ds_muon.cli import main
 from ds_muon.preview.config_file import read_config
+from ds_muon.preview.plan_command import build_model
 from ds_muon.preview.record import preview
 from ds_muon.preview.subject import read_subject
 from ds_muon.preview.sweep import Cluster, sweep_shard_sizes

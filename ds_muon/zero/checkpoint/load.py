@@ -46,7 +46,7 @@ from ds_muon.zero.checkpoint.files import (
     open_optimizer,
     other_tags,
 )
-from ds_muon.zero.seams import private
+from ds_muon.zero.seams import override, private
 from ds_muon.zero.wrapping import replaced
 
 _SCALER_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
@@ -90,8 +90,8 @@ class CheckpointLoader:
         self._load_zero = private(engine, "_load_zero_checkpoint")
         private(engine, "_get_all_ckpt_names")
         engine.load_checkpoint = self.load_checkpoint
-        engine._load_checkpoint = self._load_checkpoint
-        engine._load_zero_checkpoint = self._load_zero_checkpoint
+        override(engine, "_load_checkpoint", self._load_checkpoint)
+        override(engine, "_load_zero_checkpoint", self._load_zero_checkpoint)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
         """See DeepSpeedEngine."""

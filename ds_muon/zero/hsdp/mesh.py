@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus, is_zero_param
 from torch import nn
 
 from ds_muon.config import HsdpConfig
-from ds_muon.zero.seams import DeepSpeedTransport, own_group, private
+from ds_muon.zero.seams import available, override, private
+from ds_muon.zero.transport import DeepSpeedTransport, own_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,19 @@ def require_shard_size(hsdp: HsdpConfig | None, world_size: int) -> None:
     )
 
 
+def require_own_groups(hsdp: HsdpConfig | None, stage: int) -> None:
+    """Check that ZeRO-3 can partition over another group than the world.
+
+    Raises:
+        ValueError: this DeepSpeed cannot.
+    """
+    if hsdp is not None and stage == 3 and not available(Init, "_partition_world_size"):
+        raise ValueError(
+            "optimizer.params.hsdp at zero_optimization.stage 3 needs deepspeed 0.19.3 or newer, "
+            "where a parameter can have a group of its own; install it, or use stage 1 or 2"
+        )
+
+
 def make_mesh(hsdp: HsdpConfig | None, world_size: int) -> Mesh | None:
     """Make the groups; a collective. One replica needs none."""
     if hsdp is None or hsdp.shard_size == world_size:
@@ -102,13 +116,12 @@ def partitioned_over(engine: Any, mesh: Mesh) -> Iterator[None]:
     if int(engine.zero_optimization_stage()) == 3:
         _partition_parameters(engine.module, mesh)
     world = private(engine, "seq_data_parallel_group")
-    engine.seq_data_parallel_group = mesh.zero_group
+    override(engine, "seq_data_parallel_group", mesh.zero_group)
     try:
         yield
     finally:
-        engine.seq_data_parallel_group = world
-    private(engine, "seq_dp_world_size")
-    engine.seq_dp_world_size = mesh.shard_size
+        override(engine, "seq_data_parallel_group", world)
+    override(engine, "seq_dp_world_size", mesh.shard_size)
 
 
 def _partition_parameters(module: nn.Module, mesh: Mesh) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_muon.plan.layout import Fragment
 from ds_muon.run.publish import Publisher
 from ds_muon.run.views import view
-from ds_muon.zero.seams import private
+from ds_muon.zero.seams import override, private
 from ds_muon.zero.wrapping import before
 
 _ENGINE_READERS = (
@@ -103,4 +103,4 @@ def _settle_gathers(
                 )
             return real(*args, **kwargs)
 
-        setattr(parameter, name, gather)
+        override(parameter, name, gather)

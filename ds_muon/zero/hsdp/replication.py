@@ -37,7 +37,7 @@ from ds_muon.zero.hsdp.state import (
 )
 from ds_muon.zero.hsdp.step import ReplicatedStep
 from ds_muon.zero.leaves import LeafSet
-from ds_muon.zero.seams import private
+from ds_muon.zero.seams import override, private
 from ds_muon.zero.wrapping import after, before
 
 _FP32 = 4
@@ -114,7 +114,8 @@ class Replication:
             hook = self._flat_hook(world, pieces)
             hook()
             # Reloading offloaded states binds the accessors anew.
-            zero._link_all_hp_params = after(private(zero, "_link_all_hp_params"), hook)
+            link = private(zero, "_link_all_hp_params")
+            override(zero, "_link_all_hp_params", after(link, hook))
         matrices = {
             id(p): frozenset(placement.matrix.name for placement in route.placements)
             for p, route in parameters

@@ -23,7 +23,7 @@ from ds_muon.plan.blocks import Block
 from ds_muon.run.momentum import SpreadMomentum
 from ds_muon.run.views import view
 from ds_muon.zero.hsdp.mesh import Mesh
-from ds_muon.zero.seams import private
+from ds_muon.zero.seams import override
 
 # (block of the parameter, view of its momentum) of all that this rank keeps of one parameter.
 Pieces = list[tuple[Block, Tensor]]
@@ -68,10 +68,9 @@ def write_one_replica(engine: Any, mesh: Mesh, optimizer: MatrixOwnerOptimizer) 
             return save(*args, **kwargs)
 
     engine.save_checkpoint = save_checkpoint
-    private(engine, "is_first_weights_partition_group")
     if int(engine.zero_optimization_stage()) == 3:
         # ZeRO-3's model files carry the rank in a row, which replicas share.
-        engine.is_first_weights_partition_group = lambda: mesh.replica == 0
+        override(engine, "is_first_weights_partition_group", lambda: mesh.replica == 0)
 
 
 def offload_with_states(engine: Any, spread: SpreadMomentum) -> None:

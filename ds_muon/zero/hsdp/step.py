@@ -27,7 +27,7 @@ from ds_muon.plan.replicas import Reduction
 from ds_muon.run.publish import Publisher
 from ds_muon.run.reduce import reduce_over_replicas
 from ds_muon.zero.hsdp.mesh import Mesh
-from ds_muon.zero.seams import private
+from ds_muon.zero.seams import override, private
 
 # Hidden publishing ends when a rank waited for this share of its time on so many steps in a row.
 WAITED_SHARE = 0.2
@@ -59,8 +59,8 @@ class ReplicatedStep:
         self._began: float | None = None
         self._slow_steps = 0
         self.steps = 0
-        private(zero, "model_parallel_group")
-        zero.model_parallel_group, zero.model_parallel_rank = mesh.column.group, mesh.replica
+        override(zero, "model_parallel_group", mesh.column.group)
+        override(zero, "model_parallel_rank", mesh.replica)
         if not isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             zero.model_parallel_world_size = mesh.replicas
         for parameter in matrices:

@@ -30,7 +30,8 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.overrides import TorchFunctionMode
 
 from ds_muon.comm.transport import Pending
-from ds_muon.zero.seams import DeepSpeedTransport, private
+from ds_muon.zero.seams import override, private
+from ds_muon.zero.transport import DeepSpeedTransport
 from ds_muon.zero.wrapping import before
 
 # Everything that reads, replaces or moves weights without a forward.
@@ -138,7 +139,6 @@ class HiddenGather:
             with _replaced(stage_1_and_2, "all_gather_dp_groups", self._broadcast):
                 return step(closure)
 
-        private(stage_1_and_2, "all_gather_dp_groups")
         self._zero.step = step_without_gather
 
     def _broadcast(self, groups_flat: Sequence[Tensor], **kwargs: Any) -> None:
@@ -191,10 +191,9 @@ class HiddenGather:
         self._module.register_state_dict_pre_hook(lambda *_: self.wait())
         self._module.register_load_state_dict_pre_hook(lambda *_: self.wait())
         for name in _READERS:
-            setattr(engine, name, before(private(engine, name), self.wait))
-        self._zero.refresh_fp32_params = before(
-            private(self._zero, "refresh_fp32_params"), self.wait
-        )
+            setattr(engine, name, before(getattr(engine, name), self.wait))
+        refresh = private(self._zero, "refresh_fp32_params")
+        override(self._zero, "refresh_fp32_params", before(refresh, self.wait))
 
     def _enter_root(self, module: nn.Module, inputs: Any) -> None:
         if self._depth == 0 and any(_is_compiled(m) for m in module.modules()):
@@ -250,9 +249,9 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    real = getattr(owner, name)
-    setattr(owner, name, value)
+    real = private(owner, name)
+    override(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, real)
+        override(owner, name, real)

@@ -21,7 +21,7 @@ from deepspeed.utils import z3_leaf_module
 from torch import nn
 from torch.nn import Parameter
 
-from ds_muon.zero.seams import private
+from ds_muon.zero.seams import override, private
 
 
 def set_lifetime(zero: Any, matrices: Iterable[Parameter], *, reshard: bool) -> None:
@@ -36,10 +36,11 @@ def set_lifetime(zero: Any, matrices: Iterable[Parameter], *, reshard: bool) -> 
     offload = private(zero, "parameter_offload")
     # A persistent parameter is never freed; these have a rule of their own instead.
     kept = [p for p in private(offload, "persistent_parameters") if id(p) not in chosen]
-    zero.persistent_parameters = offload.persistent_parameters = kept
+    for owner in (zero, offload):
+        override(owner, "persistent_parameters", kept)
     for parameter in chosen.values():
         parameter.ds_persist = False
-    _Lifetime(offload.get_param_coordinator(), chosen, reshard=reshard)
+    _Lifetime(private(offload, "get_param_coordinator")(), chosen, reshard=reshard)
 
 
 class _Lifetime:
@@ -53,9 +54,9 @@ class _Lifetime:
         )
         self._release_sub_module = private(coordinator, "release_sub_module")
         self._release_and_reset_all = private(coordinator, "release_and_reset_all")
-        coordinator._PartitionedParameterCoordinator__release_param = self.release_param
-        coordinator.release_sub_module = self.release_sub_module
-        coordinator.release_and_reset_all = self.release_and_reset_all
+        override(coordinator, "_PartitionedParameterCoordinator__release_param", self.release_param)
+        override(coordinator, "release_sub_module", self.release_sub_module)
+        override(coordinator, "release_and_reset_all", self.release_and_reset_all)
 
     def _keeps(self, parameter: Parameter) -> bool:
         return not self._reshard and self._training and id(parameter) in self._chosen

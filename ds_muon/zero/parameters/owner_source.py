@@ -25,7 +25,7 @@ from ds_muon.plan.blocks import Block
 from ds_muon.routing import Route
 from ds_muon.run.packed import Fetched, PackedOwners, SourcedMatrix
 from ds_muon.run.views import view
-from ds_muon.zero.seams import private
+from ds_muon.zero.seams import override, private
 from ds_muon.zero.wrapping import after
 
 
@@ -63,7 +63,8 @@ class OwnerSource:
             packed.invalidate()
 
     def _override(self, parameter: Any) -> None:
-        gather, partition = private(parameter, "all_gather_coalesced"), parameter.partition
+        gather = private(parameter, "all_gather_coalesced")
+        partition = private(parameter, "partition")
 
         @functools.wraps(gather)
         def all_gather_coalesced(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
@@ -82,8 +83,8 @@ class OwnerSource:
                 for p in [parameter] if param_list is None else param_list:
                     self._changed(p)
 
-        parameter.all_gather_coalesced = all_gather_coalesced
-        parameter.partition = partition_then_stale
+        override(parameter, "all_gather_coalesced", all_gather_coalesced)
+        override(parameter, "partition", partition_then_stale)
 
     def _changed(self, parameter: Any) -> None:
         route = self._route_of.get(id(parameter))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: `ds_muon plan` and `ds_muon check`.
+"""`ds_muon plan`: what a run would do.
 
 Owns: arguments, and where a model comes from.
 Never does: compute what it shows (record.py, sweep.py do).
@@ -13,16 +13,13 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from ds_muon.ortho.recipes import resolve
 from ds_muon.plan.plan import Plan
-from ds_muon.planning import read_owner_costs
 from ds_muon.preview import show
 from ds_muon.preview.config_file import read_config
 from ds_muon.preview.record import placed, preview
@@ -31,22 +28,8 @@ from ds_muon.preview.sweep import GIB, Cluster, sweep_shard_sizes
 from ds_muon.preview.traffic import Rates
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="ds_muon", description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    _add_plan(commands.add_parser("plan", help="what a run would do: routing, owners, traffic"))
-    check = commands.add_parser("check", help="validate optimizer.params of a ds_config.json")
-    check.add_argument("config", type=Path)
-    args = parser.parse_args(arguments)
-    try:
-        return _check(args) if args.command == "check" else _plan(args)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"ds_muon {args.command}: {error}", file=sys.stderr)
-        return 1
-
-
-def _add_plan(plan: argparse.ArgumentParser) -> None:
+def add_arguments(plan: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     plan.add_argument("--config", type=Path, required=True, help="ds_config.json")
     plan.add_argument(
         "--model",
@@ -73,28 +56,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--latency-us", type=float, default=10.0, help="per collective, for times")
 
 
-def _check(args: argparse.Namespace) -> int:
-    found = read_config(args.config)
-    config, stage = found.params, found.zero_optimization.stage
-    spec = resolve(config)
-    if config.owner_costs is not None:
-        read_owner_costs(config.owner_costs)
-    dtype = str(spec.compute_dtype).removeprefix("torch.")
-    filled = ", ".join(found.filled_by_trainer)
-    print(
-        f"{args.config}: DMuon's keys are valid; recipe {config.recipe}, {len(spec.triples)} "
-        f"Newton-Schulz steps in {dtype}, ZeRO stage {stage}, exchange {config.exchange}"
-        + (f"; the Trainer fills {filled}" if filled else "")
-    )
-    for glob, rule in config.split.items():
-        [(kind, value)] = rule.items()
-        print(f"  split {glob}: {kind} {json.dumps(value)}")
-    if config.per_head_muon:
-        print("  per_head_muon: queries, keys and values one matrix per head")
-    return 0
-
-
-def _plan(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
     if args.world_size < 1:
         raise ValueError(f"--world-size must be at least 1, got {args.world_size}")
     if args.plot and args.plot.suffix not in show.PLOT_SUFFIXES:
@@ -106,11 +69,11 @@ def _plan(args: argparse.Namespace) -> int:
     gc.disable()
     try:
         subject = read_subject(model, config)
-        found, run = preview(subject, world_size=args.world_size, rates=rates)
+        found, planned = preview(subject, world_size=args.world_size, rates=rates)
     finally:
         gc.enable()
     seconds = time.perf_counter() - started
-    matrices = placed(run) if args.matrices else []
+    matrices = placed(planned) if args.matrices else []
     sizes = []
     if args.sweep_shard_size:
         sizes = sweep_shard_sizes(subject, world_size=args.world_size, cluster=cluster)
@@ -129,7 +92,7 @@ def _plan(args: argparse.Namespace) -> int:
         if sizes:
             show.print_sweep(sizes, cluster)
     if args.plot:
-        loads = run.per_rank(Plan.owner_flops)
+        loads = planned.per_rank(Plan.owner_flops)
         show.plot_loads([sum(of_rank) for of_rank in loads], args.plot)
     return 0
 

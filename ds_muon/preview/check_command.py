@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ds_muon check`: whether optimizer.params of a ds_config.json is valid."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ds_muon.ortho.recipes import resolve
+from ds_muon.planning import read_owner_costs
+from ds_muon.preview.config_file import read_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("config", type=Path)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    found = read_config(args.config)
+    config, stage = found.params, found.zero_optimization.stage
+    spec = resolve(config)
+    if config.owner_costs is not None:
+        read_owner_costs(config.owner_costs)
+    dtype = str(spec.compute_dtype).removeprefix("torch.")
+    filled = ", ".join(found.filled_by_trainer)
+    print(
+        f"{args.config}: DMuon's keys are valid; recipe {config.recipe}, {len(spec.triples)} "
+        f"Newton-Schulz steps in {dtype}, ZeRO stage {stage}, exchange {config.exchange}"
+        + (f"; the Trainer fills {filled}" if filled else "")
+    )
+    for glob, rule in config.split.items():
+        [(kind, value)] = rule.items()
+        print(f"  split {glob}: {kind} {json.dumps(value)}")
+    if config.per_head_muon:
+        print("  per_head_muon: queries, keys and values one matrix per head")
+    return 0
