@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ds_muon.attention.find import Attention, find_attention
 from ds_muon.comm.agreement import require_agreement
 from ds_muon.config import DMuonConfig, parse
 from ds_muon.groups import RoutedGroup, build_groups, group_tags, incoming_groups
@@ -46,6 +47,7 @@ class Preparation:
     Attributes:
         transport: over all ranks.
         mesh: rows and columns of HSDP.
+        attention: modules whose heads QK-clip scales.
     """
 
     config: DMuonConfig
@@ -53,6 +55,7 @@ class Preparation:
     groups: tuple[RoutedGroup, ...]
     transport: seams.DeepSpeedTransport
     mesh: Mesh | None = None
+    attention: tuple[Attention, ...] = ()
 
     @property
     def row(self) -> seams.DeepSpeedTransport:
@@ -129,7 +132,11 @@ def _prepare(
     facts["routing"] = _digest(table)
     names = {id(p): clean_name(name) for name, p in engine.module.named_parameters()}
     groups = build_groups(incoming, names, table, config)
-    prepared = Preparation(config=config, spec=spec, groups=groups, transport=transport)
+    attention = () if config.qk_clip is None else find_attention(engine.module)
+    facts["attention heads"] = str([(a.heads.name, a.heads.heads, a.heads.keys) for a in attention])
+    prepared = Preparation(
+        config=config, spec=spec, groups=groups, transport=transport, attention=attention
+    )
     return prepared, table
 
 
