@@ -33,6 +33,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, help="use this lr instead of the config's")
     parser.add_argument("--params", type=json.loads, default={}, help="more of optimizer.params")
     parser.add_argument("--warmup", type=int, default=20, help="of the schedule's steps")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--text", choices=("stdlib", "headers"), default="stdlib")
     parser.add_argument("--start", help="begin with the weights of this checkpoint")
     parser.add_argument("--seed", type=int, default=0)
@@ -81,7 +83,7 @@ def main() -> None:
     train_text, held_out_text = read_text(args.text)
     _, first_text = read_text("stdlib")
     torch.manual_seed(args.seed)
-    model = ByteLM()
+    model = ByteLM(width=args.width, layers=args.layers)
     engine, *_ = deepspeed.initialize(
         args=args, model=model, model_parameters=model.parameters(), config=config
     )

@@ -218,16 +218,16 @@ def test_compiled_models_are_refused() -> None:
 def test_transformers_families(family: str) -> None:
     """Both attention functions show the same logits; after scaling none exceeds tau."""
     transformers = pytest.importorskip("transformers")
-    sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=16, num_hidden_layers=1)
-    latent = dict(
-        q_lora_rank=12,
-        kv_lora_rank=12,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=6,
-        num_key_value_heads=4,
-        first_k_dense_replace=1,
-    )
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
+    latent = {
+        "q_lora_rank": 12,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+    }
     grouped = {"num_key_value_heads": 2}
     more = latent if family == "DeepseekV3" else grouped
     config = getattr(transformers, f"{family}Config")(**sizes, num_attention_heads=4, **more)
