@@ -14,14 +14,17 @@ run() {
     shift
     OMP_NUM_THREADS=1 RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 \
         MASTER_PORT="$((20000 + RANDOM % 20000))" python scripts/train.py \
-        --deepspeed_config ds_config_examples/zero2.json --width 64 --layers 2 --out "$out/$name" "$@" >"$out/$name.log" 2>&1
+        --deepspeed_config ds_config_examples/zero2.json --width 64 --layers 2 --out "$out/$name" \
+        "$@" >"$out/$name.log" 2>&1
     echo "$name: $(grep "held-out loss" "$out/$name.log")"
 }
 mkdir -p "$out"
-[ -d "$out/first/checkpoint" ] || run first --optimizer AdamW --params "$adamw" --lr 2e-3 --steps "$first" --eval_every "$first"
+if ! [ -d "$out/first/checkpoint" ]; then
+    run first --optimizer AdamW --params "$adamw" --lr 2e-3 --steps "$first" --eval_every "$first"
+fi
 tune() {
     run "$@" --start "$out/first/checkpoint" --text headers --steps "$steps" --warmup 10 \
         --eval_every "$steps" --no_checkpoint
 }
-for lr in 3e-4 1e-3 2e-3 4e-3; do tune "AdamW_$lr" --optimizer AdamW --params "$adamw" --lr "$lr"; done
-for lr in 3e-4 1e-3 3e-3 1e-2 2.4e-2; do tune "DMuon_$lr" --lr "$lr"; done
+for lr in 1e-3 2e-3 4e-3; do tune "AdamW_$lr" --optimizer AdamW --params "$adamw" --lr "$lr"; done
+for lr in 1e-3 3e-3 1e-2 2.4e-2; do tune "DMuon_$lr" --lr "$lr"; done
