@@ -26,5 +26,7 @@ tune() {
     run "$@" --start "$out/first/checkpoint" --text headers --steps "$steps" --warmup 10 \
         --eval_every "$steps" --no_checkpoint
 }
-for lr in 1e-3 2e-3 4e-3; do tune "AdamW_$lr" --optimizer AdamW --params "$adamw" --lr "$lr"; done
+for lr in 1e-3 2e-3 4e-3 8e-3; do tune "AdamW_$lr" --optimizer AdamW --params "$adamw" --lr "$lr"; done
 for lr in 1e-3 3e-3 1e-2 2.4e-2; do tune "DMuon_$lr" --lr "$lr"; done
+tune DMuon_mlp_only --lr 3e-3 --params '{"exclude": ["*.[qkvo]_proj.weight"]}'
+tune DMuon_no_decay --lr 3e-3 --params '{"weight_decay": 0.0}'
