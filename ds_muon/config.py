@@ -42,7 +42,7 @@ class QkClipConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    tau: float = Field(100.0, gt=0.0, description="largest attention logit before rescaling")
+    tau: float = Field(100.0, gt=0.0, description="logit above which a head is scaled")
 
 
 class MetricsConfig(BaseModel):
@@ -148,7 +148,9 @@ class DMuonConfig(BaseModel):
     adamw_above_mb: float | None = Field(
         None, gt=0.0, description="matrices above this size (fp32 MiB) go to AdamW"
     )
-    qk_clip: QkClipConfig | None = Field(None, description="MuonClip")
+    qk_clip: QkClipConfig | None = Field(
+        None, description='MuonClip: {"tau": 100} bounds attention logits after every step'
+    )
     verify_every: int = Field(0, ge=0, description="steps between self-checks; 0 = never")
     metrics: MetricsConfig = Field(
         MetricsConfig(), description='{"every": k}: times, memory, balance and norms, every k steps'
@@ -190,7 +192,6 @@ class DMuonConfig(BaseModel):
 # Keys whose machinery this version does not have: the values it can honour, and what is missing.
 _RESERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ns_backend": (("auto", "eager"), "other Newton-Schulz backends"),
-    "qk_clip": ((None,), "MuonClip"),
 }
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from ds_muon.checkpoint.header import CheckpointHeader, require_readable
 from ds_muon.checkpoint.pieces import EXP_AVG, EXP_AVG_SQ, MOMENTUM
 from ds_muon.config import DMuonConfig
+from ds_muon.run.clip import QkClip
 from ds_muon.run.metrics import Recorder, StepStats
 from ds_muon.run.momentum import SpreadMomentum
 from ds_muon.run.step import LeafStep, StepEngine
@@ -44,6 +45,7 @@ class Binding:
         header: what a checkpoint says about these leaves.
         spread: momentum, where replicas share it (HSDP); one leaf per leaf set then. None: each
             leaf's stands in its state.
+        clip: scales attention projections after each leaf's step (MuonClip).
         recorder, verifier: observe the steps, where the configuration asks for it.
         observers: observe them before those two.
     """
@@ -53,6 +55,7 @@ class Binding:
     adamw_leaves: tuple[Tensor, ...]
     header: CheckpointHeader
     spread: SpreadMomentum | None = None
+    clip: QkClip | None = None
     recorder: Recorder | None = None
     verifier: Verifier | None = None
     observers: tuple[Observer, ...] = ()
@@ -136,7 +139,7 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
                 EXP_AVG_SQ: torch.zeros_like(leaf),
             }
         self._binding = binding
-        own = [o for o in (binding.recorder, binding.verifier) if o is not None]
+        own = [o for o in (binding.clip, binding.recorder, binding.verifier) if o is not None]
         self._watch = StepWatch(binding.leaves, [*binding.observers, *own])
 
     @property
@@ -156,8 +159,11 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
             raise ValueError("DMuon does not take a closure: gradients are reduced before the step")
         if self._binding is None:
             return
-        with self._watch.stepping([*self._leaves()]):
+        leaves = [*self._leaves()]
+        with self._watch.stepping(leaves):
             self._step(self._binding)
+            if self._binding.clip is not None:
+                self._binding.clip.apply(leaves)
 
     def _step(self, binding: Binding) -> None:
         recorder = binding.recorder

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small byte-level language model and real text that every machine has: Python's own library."""
+"""A small byte-level language model, and two kinds of real text that every machine has."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from torch import Tensor, nn
 CONTEXT = 128
 
 
-def stdlib_text(*, max_bytes: int = 4_000_000) -> tuple[Tensor, Tensor]:
-    """Read the standard library's source files; every 20th file is held out.
+def read_text(kind: str, *, max_bytes: int = 4_000_000) -> tuple[Tensor, Tensor]:
+    """Read source files; every 20th is held out.
+
+    Args:
+        kind: "stdlib", Python's standard library, or "headers", the C++ headers of torch.
 
     Returns:
         Training and held-out bytes, 1-D uint8.
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
+    root, pattern = {
+        "stdlib": (Path(sysconfig.get_paths()["stdlib"]), "*.py"),
+        "headers": (Path(torch.__file__).parent / "include" / "c10", "*.h"),
+    }[kind]
     skipped = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
-    files = [f for f in sorted(root.rglob("*.py")) if not skipped & set(f.relative_to(root).parts)]
+    files = [f for f in sorted(root.rglob(pattern)) if not skipped & set(f.relative_to(root).parts)]
     parts: dict[bool, bytearray] = {False: bytearray(), True: bytearray()}
     for index, file in enumerate(files):
         parts[index % 20 == 19] += file.read_bytes()

@@ -64,7 +64,7 @@ def versions() -> str:
     python = setup["options"]["python_requires"]
     pinned = (ROOT / "scripts" / "constraints.txt").read_text().split("\n")
     torch = next(line for line in pinned if line.startswith("torch"))
-    limited = [seam for seam in SEAMS if seam.only_for is not None]
+    limited = dict.fromkeys(seam.only_for for seam in SEAMS if seam.only_for is not None)
     return (
         "## Versions\n\n"
         f"`{deepspeed}`, Python `{python}`. `scripts/test_versions.sh` runs parity at every stage, "
@@ -73,7 +73,7 @@ def versions() -> str:
         "At start ds_muon looks for every private attribute of DeepSpeed that it reads "
         "(`ds_muon/zero/seams.py`) and stops with one error that names all that are missing. A "
         "version outside the tested ones that has them all starts with a warning.\n\n"
-        + "".join(f"- {seam.only_for}.\n" for seam in limited)
+        + "".join(f"- {only_for}.\n" for only_for in limited)
         + VERSION_NOTES
     )
 

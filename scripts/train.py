@@ -4,7 +4,8 @@
     deepspeed --num_gpus 2 scripts/train.py --deepspeed_config ds_config_examples/zero2.json
 
 Nothing here knows of ds_muon: the optimizer is the config's. `--optimizer AdamW` runs the same
-config with that one word changed.
+config with that one word changed. `--start DIRECTORY --text headers` fine-tunes a checkpoint on
+another kind of text, and reports the loss on the first kind too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from byte_lm import CONTEXT, ByteLM, sample, stdlib_text
+from byte_lm import CONTEXT, ByteLM, read_text, sample
 from tqdm import tqdm
 
 EVAL_BATCHES, EVAL_BATCH = 8, 32
@@ -30,6 +31,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--eval_every", type=int, default=40)
     parser.add_argument("--optimizer", help="use this type instead of the config's")
     parser.add_argument("--lr", type=float, help="use this lr instead of the config's")
+    parser.add_argument("--params", type=json.loads, default={}, help="more of optimizer.params")
+    parser.add_argument("--warmup", type=int, default=20, help="of the schedule's steps")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--text", choices=("stdlib", "headers"), default="stdlib")
+    parser.add_argument("--start", help="begin with the weights of this checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/train"))
     parser.add_argument("--no_checkpoint", action="store_true")
@@ -47,8 +54,12 @@ def load_config(args: argparse.Namespace) -> dict[str, Any]:
         if "muon" not in args.optimizer.lower():
             params = optimizer["params"]
             optimizer["params"] = {k: params[k] for k in ADAMW_KEYS if k in params}
+    optimizer["params"].update(args.params)
     if args.lr is not None:
         optimizer["params"]["lr"] = args.lr
+    if args.start:
+        steps = {"total_num_steps": args.steps, "warmup_num_steps": args.warmup}
+        config["scheduler"]["params"].update(steps)
     return config
 
 
@@ -69,12 +80,15 @@ def held_out_loss(engine: Any, text: torch.Tensor) -> float:
 def main() -> None:
     args = parse_arguments()
     config = load_config(args)
-    train_text, held_out_text = stdlib_text()
+    train_text, held_out_text = read_text(args.text)
+    _, first_text = read_text("stdlib")
     torch.manual_seed(args.seed)
-    model = ByteLM()
+    model = ByteLM(width=args.width, layers=args.layers)
     engine, *_ = deepspeed.initialize(
         args=args, model=model, model_parameters=model.parameters(), config=config
     )
+    if args.start:
+        engine.load_checkpoint(args.start, load_module_only=True)
     micro = engine.train_micro_batch_size_per_gpu()
     generator = torch.Generator().manual_seed(args.seed * 1000 + engine.global_rank)
     is_first = engine.global_rank == 0
@@ -97,6 +111,8 @@ def main() -> None:
         if step % args.eval_every == 0 or step == args.steps:
             held_out = held_out_loss(engine, held_out_text)
             log.append({"step": step, "train": train_loss, "held_out": held_out})
+            if args.text != "stdlib":
+                log[-1]["held_out_stdlib"] = held_out_loss(engine, first_text)
             if is_first:
                 bar.write(f"step {step}: train {train_loss:.4f}, held-out {held_out:.4f}")
     bar.close()
@@ -115,7 +131,8 @@ def main() -> None:
         kind, lr = config["optimizer"]["type"], config["optimizer"]["params"].get("lr")
         print(
             f"{kind} lr {lr}: held-out loss {log[-1]['held_out']:.4f} nats/byte after {args.steps} "
-            f"steps, {summary['tokens_per_second']:,.0f} tokens/s",
+            f"steps, {summary['tokens_per_second']:,.0f} tokens/s"
+            + "".join(f", stdlib {x:.4f}" for x in [log[-1].get("held_out_stdlib")] if x),
             flush=True,
         )
 

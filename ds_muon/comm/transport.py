@@ -53,6 +53,9 @@ class Transport(Protocol):
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Sum `tensor` over all ranks into every rank's."""
 
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        """Take the largest of every element over all ranks into every rank's."""
+
     def send_receive(
         self, received: Mapping[int, Tensor], sent: Mapping[int, Tensor]
     ) -> list[Pending]:

@@ -64,6 +64,7 @@ class StepStats:
         update_rms: "muon" and "adamw" -> root mean square of the change, without weight decay.
         grad_norm: "muon" and "adamw" -> norm of the gradient that the optimizer saw.
         buckets: of this rank.
+        gauges: further numbers, by name.
     """
 
     step: int
@@ -74,6 +75,7 @@ class StepStats:
     update_rms: Mapping[str, float]
     grad_norm: Mapping[str, float]
     buckets: tuple[BucketStats, ...]
+    gauges: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain types."""
@@ -86,7 +88,7 @@ class StepStats:
         found.update((f"ms_{phase}_max", ms) for phase, ms in self.milliseconds_max.items())
         found.update((f"update_rms_{name}", rms) for name, rms in self.update_rms.items())
         found.update((f"grad_norm_{name}", norm) for name, norm in self.grad_norm.items())
-        return found
+        return {**found, **self.gauges}
 
     def table(self) -> str:
         """Return the buckets as text."""
@@ -150,6 +152,9 @@ class Recorder:
         share: this rank's numbers -> every rank's, in rank order; called by all ranks alike.
         copies: by class, ranks that hold the same gradients and moments (1: they are partitioned).
         sinks: called with each StepStats.
+
+    Attributes:
+        gauges: numbers that are read at the end of a recorded step, the same on all ranks.
     """
 
     def __init__(
@@ -170,6 +175,7 @@ class Recorder:
         self._memory = memory
         self._clock = Clock(device)
         self.sinks = list(sinks)
+        self.gauges: dict[str, Callable[[], float]] = {}
         self.last: StepStats | None = None
         self.step = 0
         self.active = False
@@ -244,6 +250,7 @@ class Recorder:
             },
             grad_norm={c: g**0.5 for c, g in zip(CLASSES, grad, strict=True)},
             buckets=tuple(buckets),
+            gauges={name: read() for name, read in self.gauges.items()},
         )
         for sink in self.sinks:
             sink(self.last)

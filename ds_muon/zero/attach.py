@@ -29,6 +29,7 @@ from ds_muon.run.step import StepEngine
 from ds_muon.zero import corrections
 from ds_muon.zero.checkpoint.load import CheckpointLoader
 from ds_muon.zero.checkpoint.save import save_whole
+from ds_muon.zero.clip import clip_for
 from ds_muon.zero.gradients import forget_old_gradients
 from ds_muon.zero.hsdp.replication import Replication, SettledSteps
 from ds_muon.zero.leaves import Leaf, LeafSet, clear_padding, read_leaf_sets
@@ -148,13 +149,17 @@ def _binding(
     gathers_in_step = int(engine.zero_optimization_stage()) < 3 and not prepared.hides_gather
     if replication is not None and (gathers_in_step or config.verify_every):
         settling = (SettledSteps(replication.publisher),)
+    header = _header(engine, prepared, sets)
+    recorder = recorder_for(engine, step_engine, prepared.transport, config)
+    publisher = None if replication is None else replication.publisher
     return Binding(
         engine=step_engine,
         leaf_sets=tuple(s.tensors for s in sets if s.kind == MUON),
         adamw_leaves=tuple(t for s in sets if s.kind != MUON for t in s.tensors),
-        header=_header(engine, prepared, sets),
+        header=header,
         spread=None if replication is None else replication.spread,
-        recorder=recorder_for(engine, step_engine, prepared.transport, config),
+        clip=clip_for(engine, prepared, header, publisher, recorder),
+        recorder=recorder,
         verifier=verifier_for(
             engine, step_engine, prepared.transport, config, prepared.spec, masters
         ),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ds_muon.attention.find import Attention, find_attention
 from ds_muon.comm.agreement import require_agreement
 from ds_muon.config import DMuonConfig, parse
 from ds_muon.groups import RoutedGroup, build_groups, group_tags, incoming_groups
@@ -26,6 +27,7 @@ from ds_muon.ortho.newton_schulz import arithmetic_for
 from ds_muon.ortho.recipes import OrthoSpec, resolve
 from ds_muon.routing import Route, RoutingTable, clean_name, route_parameters
 from ds_muon.zero.hsdp.mesh import Mesh, make_mesh, require_own_groups, require_shard_size
+from ds_muon.zero.offload import require_offload
 from ds_muon.zero.seams import parsed_config, require_instances, user_config, version_warning
 from ds_muon.zero.support import refuse_unsupported
 from ds_muon.zero.transport import DeepSpeedTransport
@@ -47,6 +49,7 @@ class Preparation:
     Attributes:
         transport: over all ranks.
         mesh: rows and columns of HSDP.
+        attention: modules whose heads QK-clip scales.
     """
 
     config: DMuonConfig
@@ -54,6 +57,7 @@ class Preparation:
     groups: tuple[RoutedGroup, ...]
     transport: DeepSpeedTransport
     mesh: Mesh | None = None
+    attention: tuple[Attention, ...] = ()
 
     @property
     def row(self) -> DeepSpeedTransport:
@@ -123,6 +127,7 @@ def _prepare(
     refuse_unsupported(engine, config)
     require_shard_size(config.hsdp, transport.world_size)
     require_own_groups(config.hsdp, int(engine.zero_optimization_stage()))
+    require_offload(engine)
     spec = resolve(config)
     device = torch.device(get_accelerator().current_device_name())
     facts["arithmetic"] = repr(arithmetic_for(spec, device))
@@ -132,7 +137,11 @@ def _prepare(
     facts["routing"] = _digest(table)
     names = {id(p): clean_name(name) for name, p in engine.module.named_parameters()}
     groups = build_groups(incoming, names, table, config)
-    prepared = Preparation(config=config, spec=spec, groups=groups, transport=transport)
+    attention = () if config.qk_clip is None else find_attention(engine.module)
+    facts["attention heads"] = str([(a.heads.name, a.heads.heads, a.heads.keys) for a in attention])
+    prepared = Preparation(
+        config=config, spec=spec, groups=groups, transport=transport, attention=attention
+    )
     return prepared, table
 
 

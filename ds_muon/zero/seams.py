@@ -63,6 +63,9 @@ class Seam:
         return f"{owner}.{self.name}: {self.purpose}"
 
 
+OFFLOAD = "CPU offload, from deepspeed 0.19.8"
+
+
 def _of(
     owner: str, level: Literal["class", "instance"], only_for: str | None = None, **names: str
 ) -> tuple[Seam, ...]:
@@ -83,6 +86,7 @@ SEAMS: tuple[Seam, ...] = (
         _load_checkpoint="replaced, to take a checkpoint by parameter name",
         _load_zero_checkpoint="replaced, likewise",
         _get_all_ckpt_names="replaced while such a checkpoint is loaded",
+        _take_model_step="followed under qk_clip: the next step's logits start anew",
         is_first_weights_partition_group="replaced under HSDP: one replica writes model files",
     ),
     *_of(
@@ -114,6 +118,24 @@ SEAMS: tuple[Seam, ...] = (
         parallel_partitioned_bit16_groups="16-bit weights that published updates go to",
         _hp_optimizer_states_linked="cleared after a load, so that states are linked again",
     ),
+    *_of(
+        _ZERO12,
+        "class",
+        OFFLOAD,
+        _use_compact_grad_partition_buffer="how gradients get to the host",
+        _restore_cpu_offload_grad_to_gpu="what an earlier micro-batch left on the host",
+    ),
+    *_of(
+        _ZERO12,
+        "instance",
+        OFFLOAD,
+        cpu_offload="whether leaves are on the host",
+        params_in_partition="whose gradients go to this rank's leaf",
+        norm_for_param_grads="which gradients the last micro-batch brought",
+        grad_position="where a gradient belongs in the leaf",
+        accumulated_grads_in_cpu="gradients of earlier micro-batches",
+        _offload_accumulated_param_ids="whose gradients those are",
+    ),
     *_of(_ZERO12_MODULE, "class", all_gather_dp_groups="replaced where the gather is hidden"),
     *_of(_ZERO3, "class", _update_scale="deferred to the end of an fp16 step"),
     *_of(
@@ -127,6 +149,23 @@ SEAMS: tuple[Seam, ...] = (
         model_parallel_rank="replaced under HSDP, likewise",
         parameter_offload="leads to the coordinator, which frees parameters",
         persistent_parameters="shortened where reshard_after_forward rules instead",
+        offload_optimizer="whether leaves are on the host",
+        grad_partitions_flat_buffer="reduced gradients, zeroed between steps",
+    ),
+    *_of(
+        _ZERO3,
+        "class",
+        OFFLOAD,
+        _offload_grad_partition_at_boundary="how a gradient gets to the host",
+    ),
+    *_of(
+        _ZERO3,
+        "instance",
+        OFFLOAD,
+        norm_for_param_grads="which gradients the last micro-batch brought",
+        grad_position="where a gradient belongs in the leaf",
+        _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition="gradients on the device",
+        _offload_boundary_param_ids="whose gradients are on the way to the host",
     ),
     *_of(
         _BF16,

@@ -69,6 +69,10 @@ class DeepSpeedTransport:
         """See Transport."""
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        """See Transport."""
+        return dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+
     def send_receive(
         self, received: Mapping[int, Tensor], sent: Mapping[int, Tensor]
     ) -> list[Pending]:

@@ -39,6 +39,7 @@ def train(
     batches: Sequence[Tensor],
     is_matrix: Callable[[str], bool],
     settings: Settings,
+    after_step: Callable[[nn.Module], None] | None = None,
 ) -> dict[str, Tensor]:
     """Train a float64 copy on the global batches; return its parameters by name."""
     model = model.double()
@@ -60,6 +61,8 @@ def train(
                     _muon(name, p, grads[name], state, s)
                 else:
                     _adamw(name, p, grads[name], state, s, t)
+            if after_step is not None:
+                after_step(model)
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 

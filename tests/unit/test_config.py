@@ -61,7 +61,6 @@ def test_zero_and_false_are_values_and_null_is_not() -> None:
 
 AWAY_FROM_DEFAULT = {
     "ns_backend": "compile",
-    "qk_clip": {"tau": 100},
 }
 
 

@@ -21,6 +21,7 @@ PACKAGE = ROOT / "ds_muon"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # What each floor may import besides the standard library and torch; an arrow may only point down.
 FLOOR_0 = {
+    "ds_muon.attention",
     "ds_muon.config",
     "ds_muon.log",
     "ds_muon.ortho",
