@@ -25,6 +25,7 @@ smoke=(
     "$d/test_hsdp.py::test_parity_with_one_process[4-2-2-False]"
     "$d/test_checkpoint.py::test_resume_continues_bit_equal[stage 2 bf16-fp32-3]"
     "$d/test_checkpoint.py::test_resume_continues_bit_equal[stage 3-fp32-0]"
+    "$d/test_elastic_checkpoint.py::test_universal_round_trip[2-1]"
     "$d/test_fp16.py::test_static_scales_and_growth_give_the_same_update["{0,2}"]"
 )
 if [ -n "${SELECTION:-}" ]; then
@@ -51,7 +52,7 @@ compile_operator() {
 get_accelerator().create_op_builder('ShareMemCommBuilder').load()"
 }
 
-export DS_ACCELERATOR=cpu
+export DS_ACCELERATOR=cpu DS_MUON_FULL_GRID=1
 failed=0 rows=()
 for version in "${versions[@]}"; do
     venv=$venvs/deepspeed-$version log=$venvs/deepspeed-$version.log

@@ -4,5 +4,19 @@
 from __future__ import annotations
 
 import os
+from typing import Any
+
+from tests.grid import repeats
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    """Leave out cells that repeat others."""
+    found: dict[bool, list[Any]] = {True: [], False: []}
+    for item in items:
+        cell = getattr(item, "callspec", None)
+        found[repeats(item.originalname, cell and cell.params)].append(item)
+    items[:] = found[False]
+    if found[True]:
+        config.hook.pytest_deselected(items=found[True])

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state
@@ -20,6 +21,7 @@ from tests.harness.training import ds_config, masters, start_engine, train_steps
 PARAMS = {"lr": 1e-2, "muon_lr": 2e-2, "adam_weight_decay": 0.03, "ns_dtype": "fp32"}
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 8}}
 BF16_OPTIMIZER = {"dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 STATES = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
 
 
@@ -104,6 +106,7 @@ LOADED: dict[str, tuple[int, dict[str, Any]]] = {
     "3 ranks, stage 3, bf16": (3, {"stage": 3, "dtype": "bf16"}),
     "3 ranks, BF16_Optimizer": (3, {"stage": 1, **BF16_OPTIMIZER}),
     "2 ranks, stage 0": (2, {"stage": 0}),
+    "2 ranks, stage 3, offload": (2, {"stage": 3, "zero": OFFLOAD}),
 }
 # The reduction order of fp32 gradients differs between worlds and stages.
 NEXT_STEP = 1e-5
@@ -119,7 +122,7 @@ NEXT_STEP_BF16 = 5e-2
             ("2 ranks, stage 3", "3 ranks, stage 1", "2x2, stage 2", "2x2, stage 3"),
         ),
         ("2 ranks, stage 3", ("3 ranks, stage 1", "2 ranks, stage 0")),
-        ("2x2, stage 3", ("3 ranks, stage 1", "2 ranks, stage 3")),
+        ("2x2, stage 3", ("3 ranks, stage 1", "2 ranks, stage 3, offload")),
         ("2 ranks, BF16_Optimizer", ("3 ranks, stage 3, bf16", "3 ranks, BF16_Optimizer")),
         ("2 ranks, stage 0", ("2 ranks, stage 3", "3 ranks, stage 1")),
     ],
@@ -275,3 +278,63 @@ def test_universal_round_trip(stage: int, target: int) -> None:
     for name, value in before["states"].items():
         assert torch.equal(out["states"][name], value), name
     assert out["weights follow"]
+
+
+class WithFrozen(torch.nn.Module):
+    """A frozen layer, a buffer and a trained one, all different in every run that is started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = torch.nn.Linear(33, 21)
+        self.trained = torch.nn.Linear(21, 35)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("shift", torch.randn(33))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        grid = torch.arange(33, device=tokens.device)
+        x = (torch.sin(tokens[:, :1] * (grid + 1) * 0.37) + self.shift).to(
+            self.trained.weight.dtype
+        )
+        return self.trained(torch.tanh(self.frozen(x))).square().mean()
+
+
+def frozen_run(*, folder: str, shape: dict[str, Any], seed: int, load: bool) -> dict[str, Any]:
+    """Run on a rank: save one model's run, or load it into another's; whole values by name."""
+    config = config_of(shape)
+    torch.manual_seed(seed)
+    module = WithFrozen()
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=module.parameters(), config=config
+    )
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        train_steps(engine, models.global_batches(2))
+        engine.save_checkpoint(folder)
+    found = {"shift": engine.module.shift.clone()}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            found[name] = parameter.detach().float().clone()
+    return {"values": found, "scale": getattr(engine.optimizer, "cur_scale", None)}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ({"stage": 3}, {"stage": 2}),
+        ({"stage": 1}, {"stage": 3, "hsdp": 1}),
+        ({"stage": 2, "dtype": "fp16"}, {"stage": 3, "dtype": "fp16"}),
+    ],
+)
+def test_what_no_optimizer_trains_moves_too(saved: dict[str, Any], loaded: dict[str, Any]) -> None:
+    if "dtype" in saved:
+        fp16 = {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1}
+        saved, loaded = {**saved, "fp16": fp16}, {**loaded, "fp16": fp16}
+    with tempfile.TemporaryDirectory() as folder:
+        before = ranks.run(2, frozen_run, folder=folder, shape=saved, seed=1, load=False)[0]
+        for out in ranks.run(3, frozen_run, folder=folder, shape=loaded, seed=2, load=True):
+            for name, value in before["values"].items():
+                assert torch.equal(out["values"][name], value), name
+            assert out["scale"] == before["scale"]
+    if "dtype" in saved:
+        assert before["scale"] > 64, "the scale has not grown"

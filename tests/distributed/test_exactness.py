@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -14,6 +13,7 @@ import torch
 
 from ds_muon.plan.traffic import STRATEGIES
 from tests.distributed.test_parity import train
+from tests.grid import FULL_GRID
 from tests.harness import models, ranks
 from tests.harness.training import counting_newton_schulz, ds_config, masters, start_engine
 
@@ -32,7 +32,7 @@ FULL = tuple(itertools.product(range(4), range(2), range(2), range(2)))
 
 def cells_for(threads: int) -> tuple[tuple[int, ...], ...]:
     """What one test runs: four cells, one of each exchange, unless all are asked for."""
-    if os.environ.get("DS_MUON_FULL_GRID"):
+    if FULL_GRID:
         return FULL
     return tuple(cell for cell in PAIRWISE if (cell[0] + cell[1]) % 2 == threads - 1)
 
@@ -81,8 +81,6 @@ def test_the_cells_meet_pairwise() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [2, 4])
 def test_plans_do_not_change_a_bit(world: int, stage: int, dtype: str, threads: int) -> None:
-    if world == 4 and threads == 2 and not os.environ.get("DS_MUON_FULL_GRID"):
-        pytest.skip("two threads are compared on two ranks; DS_MUON_FULL_GRID=1 runs all")
     cells = cells_for(threads)
     out = ranks.run(
         world, train_cells, threads=threads, stage=stage, dtype=dtype, cells=cells, timeout_s=900

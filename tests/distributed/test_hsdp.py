@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 from unittest import mock
@@ -23,6 +22,7 @@ from tests.distributed.test_parity import (
     errors,
     train,
 )
+from tests.grid import FULL_GRID
 from tests.harness import models, ranks, reference
 from tests.harness.training import (
     counting_collectives,
@@ -153,7 +153,7 @@ def local_digests(
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("world", "shard_size"), SHAPES)
 def test_replicas_stay_equal_after_every_step(world: int, shard_size: int, stage: int) -> None:
-    steps = 50 if world == 4 or os.environ.get("DS_MUON_FULL_GRID") else 8
+    steps = 50 if world == 4 or FULL_GRID else 8
     out = ranks.run(world, local_digests, stage=stage, params=hsdp(shard_size), steps=steps)
     assert all(len(set(o)) == steps for o in out)
     for rank in range(world):

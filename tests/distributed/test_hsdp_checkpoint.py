@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -140,7 +139,7 @@ def saved_then_killed(*, folder: str, stage: int) -> tuple[str, float]:
 TIMEOUT = timedelta(seconds=10)
 
 
-@pytest.mark.parametrize("stage", [2, 3] if os.environ.get("DS_MUON_FULL_GRID") else [3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_killed_rank_ends_all_and_the_last_checkpoint_loads(stage: int, tmp_path: Path) -> None:
     folder = str(tmp_path)
     out = ranks.run_with_deaths(

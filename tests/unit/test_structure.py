@@ -177,3 +177,10 @@ def test_generated_docs_are_current() -> None:
         [sys.executable, "scripts/gen_docs.py", "--check"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_cells_that_are_left_out_belong_to_tests() -> None:
+    from tests.grid import REPEATS
+
+    text = "".join(path.read_text() for path in (ROOT / "tests" / "distributed").glob("*.py"))
+    assert [name for name in REPEATS if f"def {name}(" not in text] == []
