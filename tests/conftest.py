@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     found: dict[bool, list[Any]] = {True: [], False: []}
     for item in items:
         cell = getattr(item, "callspec", None)
-        found[repeats(item.originalname, cell and cell.params)].append(item)
+        found[repeats(item.originalname, cell.params if cell else {})].append(item)
     items[:] = found[False]
     if found[True]:
         config.hook.pytest_deselected(items=found[True])

@@ -136,7 +136,7 @@ def saved_then_killed(*, folder: str, stage: int) -> tuple[str, float]:
     return "no error", 0.0
 
 
-TIMEOUT = timedelta(seconds=10)
+TIMEOUT = timedelta(seconds=8)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
