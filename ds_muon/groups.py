@@ -97,7 +97,7 @@ def build_groups(
         names: id(parameter) -> cleaned name, of the model's parameters.
 
     Raises:
-        ValueError: a parameter is not the model's.
+        ValueError: a parameter is not the model's, or two groups have one name.
     """
     groups: list[RoutedGroup] = []
     for index, (given, parameters) in enumerate(incoming):
@@ -124,6 +124,13 @@ def build_groups(
                         routes=tuple(r for _, r in members),
                     )
                 )
+    names_given = [group.options["name"] for group in groups]
+    if len(set(names_given)) < len(names_given):
+        twice = next(name for name in names_given if names_given.count(name) > 1)
+        raise ValueError(
+            f"DMuon: two parameter groups are named {twice.rsplit('.', 1)[0]!r}; checkpoints find "
+            "groups by name, so give each its own, or none"
+        )
     return tuple(groups)
 
 

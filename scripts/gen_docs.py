@@ -47,9 +47,8 @@ RULES = """
   `compute_grad_norm: false`, and fp32 without ZeRO when `gradient_clipping` is 0.
 - An output head is AdamW's where it shares the embedding's weight or is called {heads}; name any
   other in `exclude`.
-- A checkpoint is resumed with the same number of ranks, ZeRO stage and wrapper (without ZeRO: any
-  number of ranks; with `hsdp`: the same shard_size and any number of replicas). A checkpoint of
-  another optimizer gives its weights with `load_optimizer_states=False`.
+- A checkpoint is resumed at any number of ranks, stage, precision and number of replicas, and taken
+  over from AdamW and the built-in Muon under ZeRO ([checkpoints.md](checkpoints.md)).
 - DeepSpeed 0.19.8's `safe_get_full_*` return other parameters' elements under
   `round_robin_gradients`, for any optimizer; training is not affected.
 """

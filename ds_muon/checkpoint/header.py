@@ -39,6 +39,7 @@ class CheckpointHeader:
     """The run that writes or reads a checkpoint.
 
     Attributes:
+        precision: of the weights; "fp16" runs have a loss scale.
         slices: id(leaf) -> the ranges it holds.
         recipe: resolved choices of the matrix half, for the reader's information.
     """
@@ -47,6 +48,7 @@ class CheckpointHeader:
     rank: int
     stage: int
     wrapper: str
+    precision: str
     recipe: Mapping[str, Any]
     slices: Mapping[int, tuple[ParameterSlice, ...]]
 
@@ -63,6 +65,7 @@ class CheckpointHeader:
             "rank": self.rank,
             "stage": self.stage,
             "wrapper": self.wrapper,
+            "precision": self.precision,
             "recipe": dict(self.recipe),
             "leaves": [
                 {
@@ -79,10 +82,10 @@ class CheckpointHeader:
             return "its optimizer state was not written by DMuon"
         own = self.as_entry(leaves)
         # Without ZeRO every leaf is whole, and rank 0's file serves every rank of any world.
-        shape_of_run = ("stage", "wrapper", "world_size") if self.stage else ("stage", "wrapper")
+        shape_of_run = ("stage", "wrapper", "precision", *(("world_size",) if self.stage else ()))
         for key in shape_of_run:
-            if entry[key] != own[key]:
-                return f"it was saved with {key} = {entry[key]}, this run has {own[key]}"
+            if entry.get(key) != own[key]:
+                return f"it was saved with {key} = {entry.get(key)}, this run has {own[key]}"
         if len(entry["leaves"]) != len(own["leaves"]):
             return f"it has {len(entry['leaves'])} leaves, this run {len(own['leaves'])}"
         for index, (saved, mine) in enumerate(zip(entry["leaves"], own["leaves"], strict=True)):

@@ -40,12 +40,12 @@ def write(folder: Path, shards: Iterable[Shard], common: Mapping[str, Any]) -> i
     shapes: dict[str, tuple[int, ...]] = {}
     steps: dict[str, float] = {}
     groups: list[Mapping[str, Any]] = []
-    is_own = False
+    shared_lr, is_own = None, False
     for shard in shards:
         shapes.update(shard.shapes)
         steps.update(shard.steps)
         groups = groups or list(shard.settings.values())
-        is_own = is_own or shard.is_own
+        shared_lr, is_own = shard.shared_lr, is_own or shard.is_own
         for piece in shard.pieces:
             found[piece.name][piece.key].append(piece)
     for name, by_key in found.items():
@@ -55,18 +55,20 @@ def write(folder: Path, shards: Iterable[Shard], common: Mapping[str, Any]) -> i
             torch.save({"param": whole(shapes[name], pieces)}, home / f"{key}.pt")
         if name in steps:
             torch.save(torch.tensor(steps[name]), home / "step.pt")
+    if shared_lr is not None:
+        groups = [{"lr": shared_lr, "params": []}]
     state = {**common, _GROUPS: [dict(group) for group in groups], _WRITER: is_own}
     torch.save(state, folder / FOLDER / GROUPS_FILE)
     return len(found)
 
 
 def read(
-    folder: Path, names: Iterable[str], load: Callable[[Path], Any]
+    folder: Path, wanted: Mapping[str, tuple[int, ...]], load: Callable[[Path], Any]
 ) -> tuple[Shard, Mapping[str, Any]]:
     """Read some parameters, and the file of parameter groups.
 
     Args:
-        names: those that are wanted; what the checkpoint does not have is left out.
+        wanted: name -> shape; what the checkpoint does not have is left out.
         load: opens a file.
 
     Raises:
@@ -80,15 +82,21 @@ def read(
     pieces: list[Piece] = []
     shapes: dict[str, tuple[int, ...]] = {}
     steps: dict[str, float] = {}
-    for name in dict.fromkeys(names):
+    # DeepSpeed's ZeRO-3 converter writes flat tensors, and the step count into the groups' file.
+    nested = state.get("optimizer_state_dict", {}).get("state", {})
+    common = next((s["step"] for s in nested.values() if "step" in s), None)
+    for name, shape in wanted.items():
         for key in (MASTER, *STATES):
             path = home / name / f"{key}.pt"
             if path.is_file():
-                value = load(path)["param"]
+                found = load(path)
+                value = found["param"] if isinstance(found, Mapping) else found.view(shape)
                 shapes[name] = tuple(value.shape)
                 pieces.append(Piece(name=name, key=key, offset=0, values=value.reshape(-1)))
         if (home / name / "step.pt").is_file():
             steps[name] = float(load(home / name / "step.pt"))
+        elif common is not None:
+            steps[name] = float(common)
     own = bool(state.get(_WRITER))
     lrs = {float(group["lr"]) for group in groups}
     shard = Shard(

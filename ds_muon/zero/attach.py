@@ -235,6 +235,11 @@ def _header(engine: Any, prepared: Preparation, sets: Sequence[LeafSet]) -> Chec
         else "ZeRO"
         if engine.zero_optimization()
         else "none",
+        precision="fp16"
+        if engine.fp16_enabled()
+        else "bf16"
+        if engine.bfloat16_enabled()
+        else "fp32",
         recipe={
             "name": prepared.config.recipe,
             "momentum_dtype": prepared.config.momentum_dtype,

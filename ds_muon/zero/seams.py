@@ -105,6 +105,7 @@ SEAMS: tuple[Seam, ...] = (
         _lazy_init_hp_params_optimizer_state="called at start, to link optimizer states",
         _link_all_hp_params="followed under HSDP: it binds accessors anew",
         refresh_fp32_params="made to wait for hidden gathers and published updates",
+        _restore_from_bit16_weights="left out where a load has filled the masters",
     ),
     *_of(
         _ZERO12,
@@ -137,7 +138,12 @@ SEAMS: tuple[Seam, ...] = (
         _offload_accumulated_param_ids="whose gradients those are",
     ),
     *_of(_ZERO12_MODULE, "class", all_gather_dp_groups="replaced where the gather is hidden"),
-    *_of(_ZERO3, "class", _update_scale="deferred to the end of an fp16 step"),
+    *_of(
+        _ZERO3,
+        "class",
+        _update_scale="deferred to the end of an fp16 step",
+        _restore_from_bit16_weights="left out where a load has filled the masters",
+    ),
     *_of(
         _ZERO3,
         "instance",
@@ -170,6 +176,7 @@ SEAMS: tuple[Seam, ...] = (
     *_of(
         _BF16,
         "class",
+        _restore_from_bit16_weights="left out where a load has filled the masters",
         _lazy_init_hp_params_optimizer_state="called at start, to link optimizer states",
     ),
     *_of(

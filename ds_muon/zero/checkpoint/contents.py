@@ -128,6 +128,11 @@ def _read_foreign(
     ]
     config = saved[0].get("ds_config")
     zero = config.get("zero_optimization", {}) if isinstance(config, Mapping) else {}
+    if zero.get("round_robin_gradients"):
+        raise ValueError(
+            "another optimizer's checkpoint with zero_optimization.round_robin_gradients does not "
+            "say where its parameters are; save it once with that key false"
+        )
     is_bf16_optimizer = ZERO_STAGE not in _wrapper(saved[0])
     return read_flat(
         bases,

@@ -95,8 +95,19 @@ class CheckpointLoader:
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
         """See DeepSpeedEngine."""
+        wrapper = self._engine.optimizer
+        if wrapper is self._optimizer or isinstance(wrapper, FP16_UnfusedOptimizer):
+            # After a universal checkpoint DeepSpeed calls what only ZeRO has.
+            derived = {"update_lp_params": lambda: None}
+        else:
+            # DeepSpeed would round masters that have been filled.
+            restore = private(wrapper, "_restore_from_bit16_weights")
+            derived = {
+                "_restore_from_bit16_weights": lambda: None if self._is_filled else restore()
+            }
         try:
-            path, client_state = self._load(*args, **kwargs)
+            with replaced(wrapper, **derived):
+                path, client_state = self._load(*args, **kwargs)
         finally:
             self._is_filled = False
         if client_state is not None:
@@ -157,6 +168,11 @@ class CheckpointLoader:
         """
         with self._on_all_ranks(folder):
             tag, difference = self._inspect(folder)
+            if options.get("load_lr_scheduler_states", True):
+                self._require_scheduler(open_model(tag.model_files[0])["lr_scheduler"])
+            if not difference and not any(len(d.states) > 1 for d in destinations):
+                # Here DeepSpeed's own load takes `latest`, or nothing, or leaves masters behind.
+                difference = "the weights alone are wanted"
         difference = next(filter(None, self._world.all_gather_object(difference)), "")
         if not difference:
             return None, []
@@ -207,8 +223,8 @@ class CheckpointLoader:
     def _open(self, tag: SavedTag) -> Source:
         model = open_model(tag.model_files[0])
         if self._engine.load_universal_checkpoint():
-            names = [s.name for leaf in self._leaves for s in self._slices(leaf)]
-            shard, scaler = universal.read(tag.folder, names, open_optimizer)
+            wanted = {s.name: s.shape for leaf in self._leaves for s in self._slices(leaf)}
+            shard, scaler = universal.read(tag.folder, wanted, open_optimizer)
             return Source(tag=tag, model=model, shards=[shard], scaler=scaler)
         return Source(tag=tag, model=model, shards=read_tag(tag, model), scaler=scaler_of(tag))
 
@@ -239,6 +255,7 @@ class CheckpointLoader:
     def _fill_rest(self, source: Source, *, states: bool) -> None:
         """Buffers, frozen parameters, settings of groups, loss scale, and what masters imply."""
         self._load_unoptimized(source)
+        self._fit_scheduler()
         if states:
             self._take_settings(source)
         wrapper = self._engine.optimizer
@@ -266,6 +283,26 @@ class CheckpointLoader:
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if self._world.rank == 0 or not hasattr(parameter, "ds_id"):
                     parameter.data.copy_(value)
+
+    def _require_scheduler(self, saved: Mapping[str, Any] | None) -> None:
+        scheduler = self._engine.lr_scheduler
+        own = {} if scheduler is None else scheduler.state_dict()
+        missing = sorted(set(own) - set(saved or {}))
+        if missing:
+            kind = type(scheduler).__name__
+            raise ValueError(
+                f"its learning rate scheduler is of another kind than this run's {kind}: it has no "
+                f"{', '.join(missing)}; use the scheduler that saved, or load with "
+                "load_lr_scheduler_states=False, which starts this one anew"
+            )
+
+    def _fit_scheduler(self) -> None:
+        """Give a scheduler that another optimizer's groups had this run's number of groups."""
+        scheduler, count = self._engine.lr_scheduler, len(self._optimizer.param_groups)
+        for name in ("base_lrs", "_last_lr"):
+            saved = vars(scheduler).get(name) if scheduler is not None else None
+            if isinstance(saved, list) and len(saved) != count and len(set(saved)) == 1:
+                vars(scheduler)[name] = saved[:1] * count
 
     def _take_settings(self, source: Source) -> None:
         optimizer = self._optimizer

@@ -34,6 +34,8 @@ def save_whole(engine: Any, optimizer: MatrixOwnerOptimizer, transport: Transpor
         name = transport.all_gather_object(uuid.uuid4().hex[:12])[0]
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         optimizer.save_name = name
+        folder = Path(save_dir) / tag
+        old = _written(folder) if transport.rank == 0 else {}
         # A checkpoint engine that writes in the background commits by itself, later.
         own_latest = save_latest and not engine.checkpoint_engine.is_decoupled()
         try:
@@ -46,6 +48,10 @@ def save_whole(engine: Any, optimizer: MatrixOwnerOptimizer, transport: Transpor
             )
         finally:
             optimizer.save_name = None
+        # What an earlier save into this tag wrote, at another stage or size, and this one did not.
+        stale = [path for path, at in _written(folder).items() if old.get(path) == at]
+        for path in stale if transport.rank == 0 else ():
+            path.unlink()
         if own_latest:
             if transport.rank == 0:
                 _write_latest(Path(save_dir), tag)
@@ -53,6 +59,12 @@ def save_whole(engine: Any, optimizer: MatrixOwnerOptimizer, transport: Transpor
         return done
 
     engine.save_checkpoint = save_checkpoint
+
+
+def _written(folder: Path) -> dict[Path, int]:
+    """Files of a checkpoint in a folder, and when each was written."""
+    paths = folder.glob("*_states.pt") if folder.is_dir() else ()
+    return {path: path.stat().st_mtime_ns for path in paths}
 
 
 def _write_latest(folder: Path, tag: str) -> None:
