@@ -264,7 +264,7 @@ def save_and_convert(*, folder: str, shape: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize(("stage", "target"), [(1, 3), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("stage", "target"), [(1, 3), (2, 1), (3, 2), (2, 0)])
 def test_universal_round_trip(stage: int, target: int) -> None:
     universal = {"checkpoint": {"load_universal": True}}
     with tempfile.TemporaryDirectory() as folder:
@@ -338,3 +338,126 @@ def test_what_no_optimizer_trains_moves_too(saved: dict[str, Any], loaded: dict[
             assert out["scale"] == before["scale"]
     if "dtype" in saved:
         assert before["scale"] > 64, "the scale has not grown"
+
+
+def moved(*, folder: str, saved: dict[str, Any], loaded: dict[str, Any], **options: Any) -> Any:
+    """Run on a rank: two saves, the first loaded into another run of this world; what it has."""
+    engine = start_engine(config_of(saved))
+    train_steps(engine, models.global_batches(2))
+    engine.save_checkpoint(folder, tag="first")
+    want = masters(engine)
+    train_steps(engine, models.global_batches(1))
+    engine.save_checkpoint(folder, tag="second")
+    other = start_engine(config_of(loaded))
+    try:
+        other.load_checkpoint(folder, tag="first", **options)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    found = masters(other)
+    train_steps(other, models.global_batches(1))
+    after = masters(other)
+    scaler = type(getattr(other.optimizer, "loss_scaler", None)).__name__
+    return {
+        "equal": all(torch.equal(found[n], want[n]) for n in want),
+        "goes on": all(float((after[n] - found[n]).norm()) < 1.0 for n in want),
+        "scaler": scaler,
+    }
+
+
+FP16 = {"dtype": "fp16", "fp16": {"enabled": True, "initial_scale_power": 4}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "options", "scaler"),
+    [
+        # At an unchanged shape DeepSpeed's own load takes `latest`, nothing, or rounded masters.
+        ({"stage": 3, "dtype": "bf16"}, {"stage": 3, "dtype": "bf16"}, False, "LossScaler"),
+        ({"stage": 2, "dtype": "bf16"}, {"stage": 2, "dtype": "bf16"}, False, "LossScaler"),
+        ({"stage": 0, "dtype": "bf16"}, {"stage": 0, "dtype": "bf16"}, False, "NoneType"),
+        # The loss scale of another precision is not this run's.
+        ({"stage": 2}, {"stage": 2, **FP16}, True, "DynamicLossScaler"),
+        ({"stage": 3, **FP16}, {"stage": 3}, True, "LossScaler"),
+        ({"stage": 0, "dtype": "bf16"}, {"stage": 0}, True, "NoneType"),
+    ],
+)
+def test_an_unchanged_shape_is_no_shortcut(
+    saved: dict[str, Any], loaded: dict[str, Any], options: bool, scaler: str
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        kwargs = {"saved": saved, "loaded": loaded, "load_optimizer_states": options}
+        for out in ranks.run(2, moved, folder=folder, **kwargs):
+            assert out == {"equal": True, "goes on": True, "scaler": scaler}
+
+
+def overwritten(*, folder: str) -> bool:
+    """Run on a rank: one tag, written at stage 3 and then at stage 2."""
+    for stage in (3, 2):
+        engine = start_engine(config_of({"stage": stage}))
+        train_steps(engine, models.global_batches(stage))
+        engine.save_checkpoint(folder, tag="one")
+    other = start_engine(config_of({"stage": 1}))
+    other.load_checkpoint(folder)
+    found = masters(other)
+    return all(torch.equal(found[n], value) for n, value in masters(engine).items())
+
+
+def test_a_tag_of_another_shape_may_be_overwritten() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert all(ranks.run(2, overwritten, folder=folder))
+
+
+def with_lambda(config: dict[str, Any]) -> tuple[Any, Any]:
+    """An engine under torch's LambdaLR, as the HF Trainer makes it."""
+    config.pop("scheduler", None)
+    module = models.build("llama")
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        model_parameters=module.parameters(),
+        config=config,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5**step),
+    )
+    return engine, engine.lr_scheduler
+
+
+def taken_over_with_lambda(*, folder: str, universal: bool) -> dict[str, Any]:
+    """Run on a rank: AdamW with one group, continued by DMuon with three."""
+    engine, _ = with_lambda(foreign_config("AdamW", 2))
+    train_steps(engine, models.global_batches(2))
+    engine.save_checkpoint(folder)
+    config = config_of({"stage": 3})
+    if universal:
+        config["checkpoint"] = {"load_universal": True}
+        if torch.distributed.get_rank() == 0:
+            to_universal(Path(folder), Path(folder) / "universal")
+        torch.distributed.barrier()
+    other, _ = with_lambda(config)
+    other.load_checkpoint(folder)
+    before = [group["lr"] for group in other.basic_optimizer.param_groups]
+    train_steps(other, models.global_batches(1))
+    after = [group["lr"] for group in other.basic_optimizer.param_groups]
+    return {"before": before, "after": after, "lr": engine.get_lr()[0]}
+
+
+@pytest.mark.parametrize("universal", [False, True])
+def test_a_scheduler_goes_on_with_other_groups(universal: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for out in ranks.run(2, taken_over_with_lambda, folder=folder, universal=universal):
+            assert out["before"] == [out["lr"]] * 3
+            assert out["after"] == [out["lr"] / 2] * 3
+
+
+def other_scheduler(*, folder: str) -> str:
+    """Run on a rank: saved under LambdaLR, loaded under WarmupLR."""
+    engine, _ = with_lambda(config_of({"stage": 2}))
+    engine.save_checkpoint(folder)
+    try:
+        start_engine(config_of({"stage": 2})).load_checkpoint(folder)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_scheduler_of_another_kind_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for text in ranks.run(2, other_scheduler, folder=folder):
+            assert "of another kind than this run's WarmupLR" in text

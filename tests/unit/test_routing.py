@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from ds_muon.config import parse
+from ds_muon.groups import build_groups, incoming_groups
 from ds_muon.routing import RoutingTable, route_parameters
 from tests.harness.models import LlamaLike, is_matrix
 
@@ -174,3 +175,13 @@ def test_the_report_counts_everything() -> None:
     counted = [int(line.split(" elements")[0].split()[-1].replace(",", "")) for line in lines]
     assert sum(counted) == total
     assert "7 matrices" in lines[0]
+
+
+def test_two_groups_of_one_name_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    config = parse({"lr": 1e-3})
+    table = route_parameters(model, config)
+    names = {id(p): n for n, p in model.named_parameters()}
+    groups = [{"name": "x", "params": [p], "lr": 1e-4} for p in model.parameters()]
+    with pytest.raises(ValueError, match="two parameter groups are named 'x'"):
+        build_groups(incoming_groups(groups), names, table, config)
