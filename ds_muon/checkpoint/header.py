@@ -83,9 +83,12 @@ class CheckpointHeader:
         own = self.as_entry(leaves)
         # Without ZeRO every leaf is whole, and rank 0's file serves every rank of any world.
         shape_of_run = ("stage", "wrapper", "precision", *(("world_size",) if self.stage else ()))
-        for key in shape_of_run:
-            if entry.get(key) != own[key]:
-                return f"it was saved with {key} = {entry.get(key)}, this run has {own[key]}"
+        changed = [key for key in shape_of_run if entry.get(key) != own[key]]
+        if changed:
+            there = ", ".join(f"{key} = {entry.get(key)}" for key in changed)
+            return (
+                f"it was saved with {there}, this run has {', '.join(str(own[k]) for k in changed)}"
+            )
         if len(entry["leaves"]) != len(own["leaves"]):
             return f"it has {len(entry['leaves'])} leaves, this run {len(own['leaves'])}"
         for index, (saved, mine) in enumerate(zip(entry["leaves"], own["leaves"], strict=True)):

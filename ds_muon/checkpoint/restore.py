@@ -8,14 +8,14 @@ copies. What a run needs is what its own checkpoint header says it holds.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ds_muon.checkpoint.header import ParameterSlice
-from ds_muon.checkpoint.pieces import EXP_AVG, MOMENTUM, Shard
+from ds_muon.checkpoint.pieces import EXP_AVG, MASTER, MOMENTUM, Piece, Shard
 
 _NAMED = 4
 
@@ -36,6 +36,39 @@ class Destination:
 
 
 Copies = list[tuple[Tensor, Tensor]]
+
+
+def some(names: Sequence[str]) -> str:
+    """A few of many names, for a message."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def without(destination: Destination, names: Container[str]) -> Destination:
+    """A destination less the parameters that keep what they have."""
+    kept = tuple(item for item in destination.slices if item.name not in names)
+    return replace(destination, slices=kept)
+
+
+def weights_shard(
+    destinations: Iterable[Destination], shards: Sequence[Shard], weights: Mapping[str, Tensor]
+) -> Shard:
+    """Weights of parameters that are trained here, and were not where the checkpoint was saved.
+
+    Args:
+        weights: all that the checkpoint has, whole, by parameter name.
+    """
+    trained = {name for shard in shards for name in shard.shapes}
+    names = {item.name for d in destinations for item in d.slices} - trained
+    found = {name: weights[name] for name in sorted(names) if name in weights}
+    return Shard(
+        pieces=tuple(
+            Piece(name=name, key=MASTER, offset=0, values=value.detach().reshape(-1))
+            for name, value in found.items()
+        ),
+        shapes={name: tuple(value.shape) for name, value in found.items()},
+        is_own=all(shard.is_own for shard in shards),
+    )
 
 
 def plan_copies(destinations: Sequence[Destination], shards: Iterable[Shard]) -> Copies:
@@ -62,7 +95,7 @@ def plan_copies(destinations: Sequence[Destination], shards: Iterable[Shard]) ->
             found[piece.name, piece.key].append((piece.offset, piece.values))
     _require_parameters(destinations, shapes)
     copies: Copies = []
-    without: dict[str, list[str]] = defaultdict(list)
+    without: dict[str, list[str]] = defaultdict(list)  # parameter -> states
     for destination in destinations:
         for item in destination.slices:
             for key, leaf in destination.states.items():
@@ -71,7 +104,7 @@ def plan_copies(destinations: Sequence[Destination], shards: Iterable[Shard]) ->
                     pieces = found.get((item.name, EXP_AVG))
                 target = leaf.view(-1)[item.leaf_offset : item.leaf_offset + item.numel]
                 if pieces is None or not _cover(item, target, pieces, copies):
-                    without[key].append(item.name)
+                    without[item.name].append(key)
         if destination.step is not None and destination.slices:
             copies.append((destination.step, _step(destination, steps, without)))
     if without:
@@ -100,7 +133,8 @@ def _step(
     counts = {name: steps[name] for name in names if name in steps}
     missing = [name for name in names if name not in steps]
     if missing:
-        without["step"].extend(missing)
+        for name in missing:
+            without[name].append("step")
     elif len(set(counts.values())) > 1:
         told = ", ".join(f"{name} {counts[name]:g}" for name in names[:_NAMED])
         raise ValueError(
@@ -117,7 +151,7 @@ def _require_parameters(
     missing = [name for name in wanted if name not in shapes]
     if missing:
         raise ValueError(
-            f"it is of another model: it has no {_some(missing)}; it has {_some(list(shapes))}"
+            f"it is of another model: it has no {some(missing)}; it has {some(list(shapes))}"
         )
     other = [
         f"{name} is {tuple(shapes[name])} there and {tuple(shape)} here"
@@ -125,23 +159,20 @@ def _require_parameters(
         if tuple(shapes[name]) != tuple(shape)
     ]
     if other:
-        raise ValueError(f"it is of another model: {_some(other)}")
+        raise ValueError(f"it is of another model: {some(other)}")
 
 
 def _explain(without: Mapping[str, Sequence[str]]) -> str:
-    told = "; ".join(
-        f"{key} of {_some(list(dict.fromkeys(names)))}" for key, names in without.items()
-    )
+    by_states: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, states in without.items():
+        by_states[tuple(dict.fromkeys(states))].append(name)
+    told = "; ".join(f"{', '.join(s)} of {some(names)}" for s, names in by_states.items())
     return (
-        f"it has no {told}. A parameter that the other half trained (Muon keeps momentum_buffer, "
-        "AdamW exp_avg and exp_avg_sq) has to be routed as before, by include or exclude; or load "
-        "with load_optimizer_states=False, which takes the weights only"
+        f"it has no {told}. A parameter that was frozen then has no states, and one that changed "
+        "halves has the other's (Muon keeps momentum_buffer, AdamW exp_avg and exp_avg_sq): give "
+        "include, exclude and requires_grad as they were, or load with load_optimizer_states="
+        "False, which takes the weights only"
     )
-
-
-def _some(items: Sequence[str]) -> str:
-    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
-    return ", ".join(items[:_NAMED]) + more
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 
@@ -157,6 +158,113 @@ def test_weights_alone_are_taken_where_states_do_not_fit(options: dict[str, Any]
         for out in ranks.run(2, weights_only, folder=folder, options=options):
             assert out["equal"]
             assert out["moved"] == 0
+
+
+class Growing(torch.nn.Module):
+    """Two layers, of which the first may be frozen; a third where `added`."""
+
+    def __init__(self, *, frozen: bool, added: bool) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(33, 21)
+        self.second = torch.nn.Linear(21, 33)
+        self.first.requires_grad_(not frozen)
+        if added:
+            self.third = torch.nn.Linear(33, 35)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = torch.sin(tokens[:, :1] * (torch.arange(33, device=tokens.device) + 1) * 0.37)
+        x = self.second(torch.tanh(self.first(x.to(self.second.weight.dtype))))
+        return (self.third(x) if hasattr(self, "third") else x).square().mean()
+
+
+def growing(config: dict[str, Any], *, seed: int, **shape: bool) -> Any:
+    torch.manual_seed(seed)
+    module = Growing(**shape)
+    return deepspeed.initialize(model=module, config=config, model_parameters=module.parameters())[
+        0
+    ]
+
+
+def whole_weights(engine: Any) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            found[name] = parameter.detach().clone()
+    return found
+
+
+def grown(*, folder: str, stage: int, optimizer: str, target: int) -> dict[str, Any]:
+    """Run on a rank: weights of a smaller, partly frozen model go into one that trains more."""
+    saved, loaded = ds_config(stage, params=PARAMS), ds_config(target, params=PARAMS)
+    saved["optimizer"].update(type=optimizer, params={**PARAMS, "torch_adam": True})
+    if optimizer != "DMuon" and stage:
+        saved["zero_optimization"]["round_robin_gradients"] = True
+    engine = growing(saved, seed=1, frozen=True, added=False)
+    train_steps(engine, models.global_batches(1))
+    engine.save_checkpoint(folder)
+    want = whole_weights(engine)
+    engine = growing(loaded, seed=2, frozen=False, added=True)
+    before, errors = whole_weights(engine), {}
+    for name, options in {
+        "states": {},
+        "strict": {"load_optimizer_states": False},
+        "loose": {"load_optimizer_states": False, "load_module_strict": False},
+    }.items():
+        try:
+            engine.load_checkpoint(folder, **options)
+        except (ValueError, RuntimeError) as error:  # this rank's, or another's
+            errors[name] = str(error)
+            assert digest(whole_weights(engine)) == digest(before), name
+    found = whole_weights(engine)
+    train_steps(engine, models.global_batches(1))
+    return {
+        "errors": errors,
+        "taken": all(torch.equal(found[name], value) for name, value in want.items()),
+        "kept": all(torch.equal(found[n], v) for n, v in before.items() if n.startswith("third")),
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "target"),
+    [(2, "DMuon", 3), (3, "DMuon", 1), (0, "AdamW", 2), (2, "AdamW", 2)],
+)
+def test_weights_move_into_a_model_that_trains_more(
+    stage: int, optimizer: str, target: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        kwargs = {"stage": stage, "optimizer": optimizer, "target": target}
+        for out in ranks.run(2, grown, folder=folder, **kwargs):
+            assert out["taken"]
+            assert out["kept"]
+            assert list(out["errors"]) == ["states", "strict"]
+            assert "third." in out["errors"]["strict"]
+            assert "load_module_strict=False" in out["errors"]["strict"]
+
+
+def rewrapped(*, folder: str) -> dict[str, Any]:
+    """Run on a rank: a plain model's checkpoint into a compiled one of the same shape."""
+    config, weights = ds_config(2, params=PARAMS), []
+    for seed, compiled in ((1, False), (2, True)):
+        torch.manual_seed(seed)
+        module = Growing(frozen=True, added=False)
+        engine, *_ = deepspeed.initialize(
+            model=torch.compile(module, backend="eager") if compiled else module,
+            model_parameters=module.parameters(),
+            config=config,
+        )
+        if compiled:
+            engine.load_checkpoint(folder)
+        else:
+            train_steps(engine, models.global_batches(1))
+            engine.save_checkpoint(folder)
+        weights.append({n: p.detach().clone() for n, p in module.named_parameters()})
+    first, second = weights
+    return {"equal": all(torch.equal(first[name], second[name]) for name in first)}
+
+
+def test_a_compiled_model_takes_a_plain_ones_checkpoint() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert all(out["equal"] for out in ranks.run(2, rewrapped, folder=folder))
 
 
 class Killed(BaseException):

@@ -6,7 +6,7 @@ Owns: where in them each wrapper keeps masters, states and mappings.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +59,32 @@ def _masters(saved: Mapping[str, Any]) -> Sequence[Tensor]:
     return wrapper.get(FP32_FLAT_GROUPS) or wrapper[SINGLE_PARTITION_OF_FP32_GROUPS]
 
 
-def read_tag(tag: SavedTag, model: Mapping[str, Any]) -> list[Shard]:
+def read_tag(tag: SavedTag, model: Mapping[str, Any], *, states: bool) -> list[Shard]:
     """Open everything of a tag.
 
     Args:
         model: rank 0's model file.
+        states: whether more is wanted than weights.
+
+    Returns:
+        Nothing where weights alone are wanted, and only the model file says whose they are.
 
     Raises:
         ValueError: a file that cannot be read, or of another save than the rest.
     """
     if not tag.optimizer_files:
-        return [_read_without_zero(model)]
+        if states or "ds_muon" in _base(model):
+            return [_read_without_zero(model)]
+        return []
     saved = [open_optimizer(path) for path in tag.optimizer_files]
     if entry_of(saved[0]) is None:
+        if _is_shuffled(saved[0]) and not tag.cuts_weights:
+            if states:
+                raise ValueError(
+                    "another optimizer's checkpoint with zero_optimization.round_robin_gradients "
+                    "does not say where its parameters are; save it once with that key false"
+                )
+            return []
         return [_read_foreign(tag, saved, model)]
     for path, item in zip(tag.optimizer_files, saved, strict=True):
         require_same_save(path, item, model)
@@ -126,21 +139,25 @@ def _read_foreign(
         ]
         for item in saved
     ]
-    config = saved[0].get("ds_config")
-    zero = config.get("zero_optimization", {}) if isinstance(config, Mapping) else {}
-    if zero.get("round_robin_gradients"):
-        raise ValueError(
-            "another optimizer's checkpoint with zero_optimization.round_robin_gradients does not "
-            "say where its parameters are; save it once with that key false"
-        )
     is_bf16_optimizer = ZERO_STAGE not in _wrapper(saved[0])
     return read_flat(
         bases,
         masters,
         mappings,
         shapes,
-        cuts_momentum=is_bf16_optimizer or bool(zero.get("offload_optimizer")),
+        cuts_momentum=is_bf16_optimizer or bool(_zero_of(saved[0]).get("offload_optimizer")),
     )
+
+
+def _zero_of(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `zero_optimization` section of the run that saved."""
+    config = saved.get("ds_config")
+    return config.get("zero_optimization", {}) if isinstance(config, Mapping) else {}
+
+
+def _is_shuffled(saved: Mapping[str, Any]) -> bool:
+    """Whether flat partitions hold parameters in an order that their mapping does not give."""
+    return bool(_zero_of(saved).get("round_robin_gradients"))
 
 
 def scaler_of(tag: SavedTag) -> Mapping[str, Any]:
@@ -148,26 +165,41 @@ def scaler_of(tag: SavedTag) -> Mapping[str, Any]:
     return _wrapper(open_optimizer(tag.optimizer_files[0])) if tag.optimizer_files else {}
 
 
-def unoptimized_values(
-    tag: SavedTag, model: Mapping[str, Any], shards: Sequence[Shard], names: Iterable[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) of parameters that this run does not train, where they are saved.
+class SavedWeights(Mapping[str, Tensor]):
+    """Whole weights of a tag by parameter name, trained or not.
 
     Args:
-        shards: for what was trained then.
+        model: rank 0's model file.
+        shards: for what ZeRO-3 trained, whose weights are in no model file.
     """
-    shapes = {clean_name(n): shape for n, shape in (model.get(FROZEN_PARAM_SHAPES) or {}).items()}
-    module = {} if tag.cuts_weights else {clean_name(n): v for n, v in model["module"].items()}
-    files = [open_model(path) for path in tag.model_files] if tag.cuts_weights and shapes else []
-    for name in names:
-        trained = [p for s in shards for p in s.pieces if (p.name, p.key) == (name, MASTER)]
-        if name in module:
-            yield name, module[name]
-        elif files and name in shapes:
-            shape = torch.Size(shapes[name])
-            yield name, torch.cat(_fragments(files, name))[: shape.numel()].view(shape)
-        elif trained:
-            yield name, whole(next(s.shapes[name] for s in shards if name in s.shapes), trained)
+
+    def __init__(self, tag: SavedTag, model: Mapping[str, Any], shards: Sequence[Shard]) -> None:
+        self._module: dict[str, Tensor] = {}
+        self._frozen: dict[str, torch.Size] = {}
+        self._files: list[dict[str, Any]] = []
+        if tag.cuts_weights:
+            shapes = model.get(FROZEN_PARAM_SHAPES) or {}
+            self._frozen = {clean_name(name): torch.Size(shape) for name, shape in shapes.items()}
+            self._files = [open_model(path) for path in tag.model_files] if shapes else []
+        else:
+            self._module = {clean_name(name): value for name, value in model["module"].items()}
+        self._shards = shards
+        self._trained = {name: shape for shard in shards for name, shape in shard.shapes.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._module:
+            return self._module[name]
+        if name in self._frozen:
+            shape = self._frozen[name]
+            return torch.cat(_fragments(self._files, name))[: shape.numel()].view(shape)
+        pieces = [p for s in self._shards for p in s.pieces if (p.name, p.key) == (name, MASTER)]
+        return whole(self._trained[name], pieces)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._module, **self._frozen, **self._trained})
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
 
 def _fragments(files: Sequence[Mapping[str, Any]], name: str) -> list[Tensor]:

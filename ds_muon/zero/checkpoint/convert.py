@@ -39,7 +39,7 @@ def to_universal(source: Path, output: Path) -> int:
     try:
         tag = find(folder)
         model = open_model(tag.model_files[0])
-        shards = read_tag(tag, model)
+        shards = read_tag(tag, model, states=True)
         scalars = {key: value for key, value in scaler_of(tag).items() if key in _SCALARS}
         output.mkdir(parents=True, exist_ok=True)
         written = universal.write(output, shards, scalars)

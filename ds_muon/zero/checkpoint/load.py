@@ -10,33 +10,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
 from ds_muon.checkpoint import universal
 from ds_muon.checkpoint.pieces import MASTER, MOMENTUM, STATES, Shard
-from ds_muon.checkpoint.restore import Destination, plan_copies, run_copies
+from ds_muon.checkpoint.restore import (
+    Destination,
+    plan_copies,
+    run_copies,
+    some,
+    weights_shard,
+    without,
+)
 from ds_muon.comm.agreement import require_agreement
 from ds_muon.comm.transport import Transport
 from ds_muon.log import say
 from ds_muon.optimizer import MatrixOwnerOptimizer
-from ds_muon.routing import clean_name
 from ds_muon.zero.checkpoint.contents import (
     CLIENT_KEY,
+    SavedWeights,
     entry_of,
     read_tag,
     require_same_save,
     scaler_of,
-    unoptimized_values,
 )
 from ds_muon.zero.checkpoint.files import (
     SavedTag,
@@ -46,25 +47,18 @@ from ds_muon.zero.checkpoint.files import (
     open_optimizer,
     other_tags,
 )
+from ds_muon.zero.checkpoint.fill import (
+    Source,
+    fill_settings,
+    fill_unoptimized,
+    fill_weights,
+    fit_scheduler,
+    frozen_parameters,
+    require_scheduler,
+    wraps_otherwise,
+)
 from ds_muon.zero.seams import override, private
 from ds_muon.zero.wrapping import replaced
-
-_SCALER_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A checkpoint that this run takes by parameter name.
-
-    Attributes:
-        model: rank 0's model file.
-        scaler: loss scale and the like.
-    """
-
-    tag: SavedTag
-    model: Mapping[str, Any]
-    shards: Sequence[Shard]
-    scaler: Mapping[str, Any]
 
 
 class CheckpointLoader:
@@ -124,7 +118,8 @@ class CheckpointLoader:
     ) -> tuple[str | None, Any]:
         states = load_optimizer_states and not load_module_only
         destinations = self._destinations(states)
-        source, copies = self._prepare(Path(load_dir) / str(tag), destinations, kwargs)
+        folder = Path(load_dir) / str(tag)
+        source, copies = self._prepare(folder, destinations, kwargs, states=states)
         if source is None:
             kwargs.update(
                 load_optimizer_states=load_optimizer_states, load_module_only=load_module_only
@@ -146,7 +141,11 @@ class CheckpointLoader:
             )
         run_copies(copies)
         self._spread(destinations)
-        self._fill_rest(source, states=states)
+        fill_unoptimized(self._engine.module, source, self._world.rank)
+        fit_scheduler(self._engine.lr_scheduler, len(self._optimizer.param_groups))
+        if states:
+            fill_settings(self._engine, self._optimizer, source)
+        fill_weights(self._engine.optimizer, self._optimizer)
         self._is_filled = True
         client_state.pop("optimizer", None)
         return path, client_state
@@ -155,7 +154,12 @@ class CheckpointLoader:
         return True if self._is_filled else self._load_zero(load_dir, tag, **kwargs)
 
     def _prepare(
-        self, folder: Path, destinations: Sequence[Destination], options: Mapping[str, Any]
+        self,
+        folder: Path,
+        destinations: Sequence[Destination],
+        options: Mapping[str, Any],
+        *,
+        states: bool,
     ) -> tuple[Source | None, list[tuple[Tensor, Tensor]]]:
         """Find and check everything, and agree with all ranks; nothing is changed.
 
@@ -169,8 +173,9 @@ class CheckpointLoader:
         with self._on_all_ranks(folder):
             tag, difference = self._inspect(folder)
             if options.get("load_lr_scheduler_states", True):
-                self._require_scheduler(open_model(tag.model_files[0])["lr_scheduler"])
-            if not difference and not any(len(d.states) > 1 for d in destinations):
+                saved = open_model(tag.model_files[0])["lr_scheduler"]
+                require_scheduler(self._engine.lr_scheduler, saved)
+            if not difference and not states:
                 # Here DeepSpeed's own load takes `latest`, or nothing, or leaves masters behind.
                 difference = "the weights alone are wanted"
         difference = next(filter(None, self._world.all_gather_object(difference)), "")
@@ -182,8 +187,22 @@ class CheckpointLoader:
                     f"it is not of this run's shape ({difference}), so its weights are taken by "
                     "parameter name and custom_load_fn cannot be applied; leave it out"
                 )
-            source = self._open(tag)
-            copies = plan_copies(destinations, source.shards)
+            source = self._open(tag, states=states)
+            left = self._left(destinations, source, states=states)
+            if left and options.get("load_module_strict", True):
+                raise ValueError(
+                    f"it is of another model: it has no {some(left)}; load_module_strict=False "
+                    "keeps what this run has there"
+                )
+            copies = plan_copies(
+                [without(d, left) for d in destinations],
+                [*source.shards, weights_shard(destinations, source.shards, source.weights)],
+            )
+        kept = dict.fromkeys(
+            name for names in self._world.all_gather_object(left) for name in names
+        )
+        if kept:
+            say(f"{folder} has no {some(list(kept))}: left as they are", rank=self._world.rank)
         say(f"{folder} is taken by parameter name: {difference}", rank=self._world.rank)
         return source, copies
 
@@ -212,6 +231,8 @@ class CheckpointLoader:
             require_same_save(path, open_optimizer(path), model)
         for path in tag.model_files[world.rank :: world.world_size]:
             open_model(path)
+        if wraps_otherwise(self._engine.module, model["module"]):
+            return tag, "its module is wrapped otherwise, by torch.compile or not"
         if not tag.optimizer_files:
             return tag, header.difference(entry_of(model), self._leaves) or ""
         own = tag.optimizer_files[min(header.rank, len(tag.optimizer_files) - 1)]
@@ -220,13 +241,26 @@ class CheckpointLoader:
             return tag, "it was saved in another precision"
         return tag, header.difference(entry_of(open_optimizer(own)), self._leaves) or ""
 
-    def _open(self, tag: SavedTag) -> Source:
+    def _open(self, tag: SavedTag, *, states: bool) -> Source:
         model = open_model(tag.model_files[0])
+        shards: Sequence[Shard]
         if self._engine.load_universal_checkpoint():
             wanted = {s.name: s.shape for leaf in self._leaves for s in self._slices(leaf)}
             shard, scaler = universal.read(tag.folder, wanted, open_optimizer)
-            return Source(tag=tag, model=model, shards=[shard], scaler=scaler)
-        return Source(tag=tag, model=model, shards=read_tag(tag, model), scaler=scaler_of(tag))
+            shards = (shard,)
+        else:
+            shards, scaler = read_tag(tag, model, states=states), scaler_of(tag)
+        weights = SavedWeights(tag, model, shards)
+        return Source(tag=tag, model=model, shards=shards, weights=weights, scaler=scaler)
+
+    def _left(
+        self, destinations: Sequence[Destination], source: Source, *, states: bool
+    ) -> list[str]:
+        """Parameters of this run that the checkpoint does not have; with `states`, frozen ones."""
+        wanted = list(frozen_parameters(self._engine.module))
+        if not states:
+            wanted += dict.fromkeys(item.name for d in destinations for item in d.slices)
+        return [name for name in wanted if name not in source.weights]
 
     def _slices(self, leaf: Tensor) -> Any:
         return self._optimizer.binding.header.slices.get(id(leaf), ())
@@ -251,71 +285,3 @@ class CheckpointLoader:
         for leaf, destination in zip(self._leaves, destinations, strict=True):
             if binding.spread is not None and MOMENTUM in destination.states:
                 binding.spread.cut(number[id(leaf)], destination.states[MOMENTUM])
-
-    def _fill_rest(self, source: Source, *, states: bool) -> None:
-        """Buffers, frozen parameters, settings of groups, loss scale, and what masters imply."""
-        self._load_unoptimized(source)
-        self._fit_scheduler()
-        if states:
-            self._take_settings(source)
-        wrapper = self._engine.optimizer
-        if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
-            # Loading its own masters, ZeRO-3 copies them to the weights' partitions.
-            own = {key: getattr(wrapper, key) for key in _SCALER_KEYS}
-            own[FP32_FLAT_GROUPS] = private(wrapper, "fp32_partitioned_groups_flat")
-            world_size = self._optimizer.binding.header.world_size
-            wrapper.load_state_dict([own] * world_size, load_optimizer_states=False)
-        elif isinstance(wrapper, FP16_UnfusedOptimizer):
-            for weights, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
-                torch._foreach_copy_([w.data for w in weights], [m.data for m in masters])
-        elif wrapper is not self._optimizer:
-            wrapper.update_lp_params()
-
-    def _load_unoptimized(self, source: Source) -> None:
-        module = self._engine.module
-        saved = {clean_name(n): v for n, v in source.model["module"].items()}
-        own = {clean_name(name): name for name, _ in module.named_buffers()}
-        buffers = {name: saved[clean] for clean, name in own.items() if clean in saved}
-        module.load_state_dict(buffers, strict=False)
-        frozen = {clean_name(n): p for n, p in module.named_parameters() if not p.requires_grad}
-        for name, value in unoptimized_values(source.tag, source.model, source.shards, frozen):
-            parameter = frozen[name]
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                if self._world.rank == 0 or not hasattr(parameter, "ds_id"):
-                    parameter.data.copy_(value)
-
-    def _require_scheduler(self, saved: Mapping[str, Any] | None) -> None:
-        scheduler = self._engine.lr_scheduler
-        own = {} if scheduler is None else scheduler.state_dict()
-        missing = sorted(set(own) - set(saved or {}))
-        if missing:
-            kind = type(scheduler).__name__
-            raise ValueError(
-                f"its learning rate scheduler is of another kind than this run's {kind}: it has no "
-                f"{', '.join(missing)}; use the scheduler that saved, or load with "
-                "load_lr_scheduler_states=False, which starts this one anew"
-            )
-
-    def _fit_scheduler(self) -> None:
-        """Give a scheduler that another optimizer's groups had this run's number of groups."""
-        scheduler, count = self._engine.lr_scheduler, len(self._optimizer.param_groups)
-        for name in ("base_lrs", "_last_lr"):
-            saved = vars(scheduler).get(name) if scheduler is not None else None
-            if isinstance(saved, list) and len(saved) != count and len(set(saved)) == 1:
-                vars(scheduler)[name] = saved[:1] * count
-
-    def _take_settings(self, source: Source) -> None:
-        optimizer = self._optimizer
-        for shard in source.shards:
-            optimizer.take_settings(shard.settings)
-            if shard.shared_lr is not None and self._engine.lr_scheduler is not None:
-                # A scheduler goes on from there; without one this run's own lr stands.
-                for group in optimizer.param_groups:
-                    group["lr"] = shard.shared_lr
-        wrapper = self._engine.optimizer
-        scaler = source.scaler.get("loss_scaler")
-        if isinstance(scaler, DynamicLossScaler) and isinstance(
-            getattr(wrapper, "loss_scaler", None), DynamicLossScaler
-        ):
-            for key in _SCALER_KEYS:
-                setattr(wrapper, key, source.scaler[key])

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fill: what a load by name has to set besides the leaves of the optimizer.
+
+Owns: weights that follow from masters, frozen parameters and buffers, settings of groups and of
+the scheduler, the loss scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch.nn import Parameter
+
+from ds_muon.checkpoint.pieces import Shard
+from ds_muon.optimizer import MatrixOwnerOptimizer
+from ds_muon.routing import clean_name
+from ds_muon.zero.checkpoint.contents import SavedWeights
+from ds_muon.zero.checkpoint.files import SavedTag
+from ds_muon.zero.seams import private
+
+_SCALER_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint that this run takes by parameter name.
+
+    Attributes:
+        model: rank 0's model file.
+        weights: of all parameters, trained or not.
+        scaler: loss scale and the like.
+    """
+
+    tag: SavedTag
+    model: Mapping[str, Any]
+    shards: Sequence[Shard]
+    weights: SavedWeights
+    scaler: Mapping[str, Any]
+
+
+def frozen_parameters(module: torch.nn.Module) -> dict[str, Parameter]:
+    """By clean name."""
+    named = module.named_parameters()
+    return {clean_name(name): p for name, p in named if not p.requires_grad}
+
+
+def wraps_otherwise(module: torch.nn.Module, saved: Mapping[str, Any]) -> bool:
+    """Whether a saved state dict has this module's parameters under other raw names."""
+    missing = [name for name, _ in module.named_parameters() if name not in saved]
+    return not {clean_name(name) for name in missing}.isdisjoint(map(clean_name, saved))
+
+
+def fill_unoptimized(module: torch.nn.Module, source: Source, rank: int) -> None:
+    """Buffers, and frozen parameters, as far as they are saved."""
+    saved = {clean_name(name): value for name, value in source.model["module"].items()}
+    own = {clean_name(name): name for name, _ in module.named_buffers()}
+    buffers = {name: saved[clean] for clean, name in own.items() if clean in saved}
+    module.load_state_dict(buffers, strict=False)
+    for name, parameter in frozen_parameters(module).items():
+        if name not in source.weights:
+            continue
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if rank == 0 or not hasattr(parameter, "ds_id"):
+                parameter.data.copy_(source.weights[name])
+
+
+def fill_weights(wrapper: Any, optimizer: MatrixOwnerOptimizer) -> None:
+    """Round the masters to the weights that the model computes with."""
+    if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+        # Loading its own masters, ZeRO-3 copies them to the weights' partitions.
+        own = {key: getattr(wrapper, key) for key in _SCALER_KEYS}
+        own[FP32_FLAT_GROUPS] = private(wrapper, "fp32_partitioned_groups_flat")
+        world_size = optimizer.binding.header.world_size
+        wrapper.load_state_dict([own] * world_size, load_optimizer_states=False)
+    elif isinstance(wrapper, FP16_UnfusedOptimizer):
+        for weights, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+            torch._foreach_copy_([w.data for w in weights], [m.data for m in masters])
+    elif wrapper is not optimizer:
+        wrapper.update_lp_params()
+
+
+def fill_settings(engine: Any, optimizer: MatrixOwnerOptimizer, source: Source) -> None:
+    """Settings of groups, and the loss scale where both runs scale dynamically."""
+    for shard in source.shards:
+        optimizer.take_settings(shard.settings)
+        if shard.shared_lr is not None and engine.lr_scheduler is not None:
+            # A scheduler goes on from there; without one this run's own lr stands.
+            for group in optimizer.param_groups:
+                group["lr"] = shard.shared_lr
+    wrapper = engine.optimizer
+    scales = (source.scaler.get("loss_scaler"), getattr(wrapper, "loss_scaler", None))
+    if all(isinstance(scale, DynamicLossScaler) for scale in scales):
+        for key in _SCALER_KEYS:
+            setattr(wrapper, key, source.scaler[key])
+
+
+def require_scheduler(scheduler: Any, saved: Mapping[str, Any] | None) -> None:
+    """Check that a saved scheduler's state fits this run's.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    own = {} if scheduler is None else scheduler.state_dict()
+    missing = sorted(set(own) - set(saved or {}))
+    if missing:
+        kind = type(scheduler).__name__
+        raise ValueError(
+            f"its learning rate scheduler is of another kind than this run's {kind}: it has no "
+            f"{', '.join(missing)}; use the scheduler that saved, or load with "
+            "load_lr_scheduler_states=False, which starts this one anew"
+        )
+
+
+def fit_scheduler(scheduler: Any, groups: int) -> None:
+    """Give a scheduler that another optimizer's groups had this run's number of groups."""
+    for name in ("base_lrs", "_last_lr"):
+        saved = vars(scheduler).get(name) if scheduler is not None else None
+        if isinstance(saved, list) and len(saved) != groups and len(set(saved)) == 1:
+            vars(scheduler)[name] = saved[:1] * groups
