@@ -7,30 +7,24 @@ ranks, as prepare.py does before it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ds_muon.checkpoint import CheckpointHeader
 from ds_muon.comm.agreement import require_agreement
 from ds_muon.comm.strategies import warm_up
-from ds_muon.log import say
 from ds_muon.optimizer import MUON, Binding, MatrixOwnerOptimizer
 from ds_muon.ortho.newton_schulz import arithmetic_for
 from ds_muon.plan.plan import Plan
-from ds_muon.planning import MIB, plan_run
+from ds_muon.planning import plan_run
 from ds_muon.run.step import StepEngine
 from ds_muon.zero import corrections
+from ds_muon.zero.checkpoint.header import header_of
 from ds_muon.zero.checkpoint.load import CheckpointLoader
 from ds_muon.zero.checkpoint.save import save_whole
 from ds_muon.zero.clip import clip_for
-from ds_muon.zero.gradients import forget_old_gradients
 from ds_muon.zero.hsdp.replication import Replication, SettledSteps
 from ds_muon.zero.leaves import Leaf, LeafSet, clear_padding, read_leaf_sets
 from ds_muon.zero.observe import recorder_for, verifier_for
@@ -39,6 +33,7 @@ from ds_muon.zero.parameters.hidden_gather import HiddenGather
 from ds_muon.zero.parameters.lifetime import set_lifetime
 from ds_muon.zero.parameters.owner_source import OwnerSource
 from ds_muon.zero.prepare import Preparation
+from ds_muon.zero.report import say_plan
 from ds_muon.zero.seams import private, require_instances
 
 
@@ -82,7 +77,7 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         publisher=None if replication is None else replication.publisher,
     )
     optimizer.bind(_binding(engine, prepared, sets, step_engine, replication))
-    _correct_wrapper(engine)
+    corrections.correct_wrapper(engine)
     if config.param_source == "owner_broadcast" and prepared.row.world_size > 1:
         OwnerSource(
             engine, prepared.row_transport("parameters"), prepared.matrices(), _owners(rows)
@@ -96,21 +91,7 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
     leaves = [leaf for group in optimizer.param_groups for leaf in group["params"]]
     flat = leaves or [tensor for s in sets for tensor in s.tensors]
     CheckpointLoader(engine, optimizer, flat, prepared.transport)
-    _say_plan(plans, step_engine, prepared, communicator)
-
-
-def _say_plan(
-    plans: Sequence[Plan], step_engine: StepEngine, prepared: Preparation, communicator: int
-) -> None:
-    rank = prepared.transport.rank
-    said = _describe(plans, step_engine, prepared, communicator)
-    if step_engine.crosses:
-        said += "; master weights, momentum and AdamW (torch's) are on the host"
-    say(said, rank=rank)
-    for plan in plans:
-        warning = plan.oversize_warning(prepared.config.workspace_mb)
-        if warning:
-            say(warning, rank=rank, level=logging.WARNING)
+    say_plan(plans, step_engine, prepared, communicator=communicator)
 
 
 def _wrapping(engine: Any) -> tuple[Any, ...]:
@@ -149,7 +130,7 @@ def _binding(
     gathers_in_step = int(engine.zero_optimization_stage()) < 3 and not prepared.hides_gather
     if replication is not None and (gathers_in_step or config.verify_every):
         settling = (SettledSteps(replication.publisher),)
-    header = _header(engine, prepared, sets)
+    header = header_of(engine, prepared, sets)
     recorder = recorder_for(engine, step_engine, prepared.transport, config)
     publisher = None if replication is None else replication.publisher
     return Binding(
@@ -197,20 +178,6 @@ def _owners(rows: Sequence[Sequence[Plan]]) -> dict[str, int]:
     }
 
 
-def _correct_wrapper(engine: Any) -> None:
-    wrapper = engine.optimizer
-    if wrapper is engine.basic_optimizer:
-        corrections.record_clipped_norm(engine)
-        return
-    forget_old_gradients(wrapper)
-    if engine.fp16_enabled():
-        corrections.update_loss_scale_after_step(wrapper)
-        if isinstance(wrapper, FP16_UnfusedOptimizer):
-            corrections.scale_loss_without_zero(engine)
-    if isinstance(wrapper, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
-        corrections.link_states(wrapper)
-
-
 def _schedule_parameters(
     engine: Any, prepared: Preparation, replication: Replication | None
 ) -> None:
@@ -221,74 +188,3 @@ def _schedule_parameters(
         set_lifetime(engine.optimizer, matrices, reshard=config.reshard_after_forward)
     if prepared.hides_gather:
         HiddenGather(engine, prepared.row_transport("parameters"), replication)
-
-
-def _header(engine: Any, prepared: Preparation, sets: Sequence[LeafSet]) -> CheckpointHeader:
-    wrapper = engine.optimizer
-    spec = prepared.spec
-    return CheckpointHeader(
-        world_size=prepared.row.world_size,
-        rank=prepared.row.rank,
-        stage=int(engine.zero_optimization_stage()),
-        wrapper="BF16_Optimizer"
-        if isinstance(wrapper, BF16_Optimizer)
-        else "ZeRO"
-        if engine.zero_optimization()
-        else "none",
-        precision="fp16"
-        if engine.fp16_enabled()
-        else "bf16"
-        if engine.bfloat16_enabled()
-        else "fp32",
-        recipe={
-            "name": prepared.config.recipe,
-            "momentum_dtype": prepared.config.momentum_dtype,
-            "compute_dtype": str(spec.compute_dtype),
-            "wire_dtype": str(spec.wire_dtype),
-            "nesterov": spec.nesterov,
-            "lr_scale": spec.lr_scale,
-            "steps": len(spec.triples),
-        },
-        slices={id(leaf.tensor): leaf.slices for s in sets for leaf in s.leaves},
-    )
-
-
-def _describe(
-    plans: Sequence[Plan], engine: StepEngine, prepared: Preparation, communicator: int
-) -> str:
-    """Say in a few words what the matrix half will do per step."""
-    world_size, mesh, config = prepared.row.world_size, prepared.mesh, prepared.config
-    matrices = sum(len(p.layout.matrices) for p in plans)
-    loads = [sum(flops) for flops in zip(*(p.owner_flops() for p in plans), strict=True)]
-    received = [sum(numels) for numels in zip(*(p.received_numel() for p in plans), strict=True)]
-    balance = max(loads) * world_size / sum(loads) if sum(loads) else 1.0
-    chosen = ", ".join(sorted({p.exchange for p in plans})) or "nothing"
-    why = "least predicted bytes and calls" if config.exchange == "auto" else "as asked"
-    where = ""
-    if mesh is not None and config.hsdp is not None:
-        where = (
-            f"hsdp: {mesh.replicas} replicas of {mesh.shard_size} ranks, publish "
-            f"{config.hsdp.publish}; replica {mesh.replica} owns "
-        )
-    return (
-        f"plan: {where}{matrices} matrices in {sum(len(p.routes) for p in plans)} buckets, "
-        f"exchange by {chosen} ({why}), busiest owner {balance:.2f} x the mean; per step a rank "
-        f"receives {sum(received) / world_size:,.0f} elements on average, "
-        f"{max(received, default=0):,} at most; exchange and iteration hold "
-        f"{engine.arena.nbytes / MIB:.1f} MiB here"
-        + (f", the communicator {communicator / MIB:.0f} MiB" if communicator else "")
-        + _describe_parameters(prepared)
-    )
-
-
-def _describe_parameters(prepared: Preparation) -> str:
-    config = prepared.config
-    said = []
-    if config.reshard_after_forward is not None:
-        until = "each use (Z3)" if config.reshard_after_forward else "the step (Z2)"
-        said.append(f"matrices stay gathered until {until}")
-    if config.param_source == "owner_broadcast" and prepared.row.world_size > 1:
-        said.append("matrices come from their owners")
-    if prepared.hides_gather:
-        said.append("the parameter gather runs under the next forward")
-    return "".join(f"; {text}" for text in said)

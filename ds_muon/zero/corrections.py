@@ -12,10 +12,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
+from ds_muon.zero.gradients import forget_old_gradients
 from ds_muon.zero.seams import override, private
+
+
+def correct_wrapper(engine: Any) -> None:
+    """Apply what the wrapper that DeepSpeed chose needs."""
+    wrapper = engine.optimizer
+    if wrapper is engine.basic_optimizer:
+        record_clipped_norm(engine)
+        return
+    forget_old_gradients(wrapper)
+    if engine.fp16_enabled():
+        update_loss_scale_after_step(wrapper)
+        if isinstance(wrapper, FP16_UnfusedOptimizer):
+            scale_loss_without_zero(engine)
+    if isinstance(wrapper, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+        link_states(wrapper)
 
 
 def update_loss_scale_after_step(zero: Any) -> None:
