@@ -121,7 +121,12 @@ def refused(*, folder: str, saved: dict[str, Any], loaded: dict[str, Any], model
 @pytest.mark.parametrize(
     ("loaded", "model", "options", "text"),
     [
-        ({"exclude": ["*.o_proj.weight"]}, "llama", {}, "it has no exp_avg of layers."),
+        (
+            {"exclude": ["*.o_proj.weight"]},
+            "llama",
+            {},
+            "it has no exp_avg, exp_avg_sq, step of layers.",
+        ),
         ({"include": ["lm_head.weight"]}, "llama", {}, "no momentum_buffer of lm_head.weight"),
         ({}, "mlp", {}, "another model: it has no "),
         (
