@@ -59,11 +59,14 @@ def test_static_scales_and_growth_give_the_same_update(stage: int) -> None:
             assert error < SCALE_TOLERANCE, (key, matrices)
 
 
-def overflow(*, stage: int) -> dict[str, Any]:
+def overflow(*, stage: int, offload: bool) -> dict[str, Any]:
     """Run on a rank: step 2 of 4 meets an infinite gradient on rank 1 only."""
     params = {"lr": 1e-2}
     fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
-    engine = start_engine(ds_config(stage, params=params, dtype="fp16", fp16=fp16))
+    config = ds_config(stage, params=params, dtype="fp16", fp16=fp16)
+    if offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    engine = start_engine(config)
     optimizer, batches = engine.basic_optimizer, models.global_batches(4)
     train_steps(engine, batches[:1])
     before, state_before = masters(engine), _state(optimizer)
@@ -89,9 +92,11 @@ def _state(optimizer: Any) -> list[torch.Tensor]:
     return [v.clone() for s in optimizer.state.values() for v in s.values()]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_skipped_step_leaves_no_trace(stage: int) -> None:
-    for out in ranks.run(2, overflow, stage=stage):
+@pytest.mark.parametrize(
+    ("stage", "offload"), [*((stage, False) for stage in STAGES), (2, True), (3, True)]
+)
+def test_a_skipped_step_leaves_no_trace(stage: int, offload: bool) -> None:
+    for out in ranks.run(2, overflow, stage=stage, offload=offload):
         assert out == {
             "weights": True,
             "state": True,
