@@ -40,6 +40,8 @@ RULES = """
   Muon, since Newton-Schulz ignores scale: freeze what must stand still (requires_grad), or
   `exclude` it. Under ZeRO-1, 2 and 3 DeepSpeed's own reduction needs every
   rank's backward to reach the same parameters, whatever the optimizer.
+- torch.compile: `model.compile()` or `engine.compile()` at every stage, `torch.compile(model)` at
+  stages 0, 1 and 2. With a backend that changes no arithmetic the bits are the uncompiled model's.
 - [Offload](offload.md) to the CPU changes where things are kept, not what is computed.
 - `hsdp` needs ZeRO's own optimizers: BF16_Optimizer is refused with it and with
   `hide_param_gather`.
@@ -171,9 +173,7 @@ def config_page() -> str:
 def fused_table() -> str:
     lines = ["| parameter | maps, in the order of the outputs | where |", "|---|---|---|"]
     for layout in FUSED_LAYOUTS:
-        names = list(layout.names)
-        shown_names = names if len(names) < 9 else [names[0], names[1], "..."]
-        called = ", ".join(f"`{name}`" for name in shown_names)
+        called = ", ".join(f"`{name}`" for name in layout.names)
         lines.append(f"| {called} | {layout.maps} | {layout.where} |")
     return "\n".join(lines) + "\n"
 

@@ -10,6 +10,7 @@ Owns: the table of layouts (docs/routing.md shows it), and which projections hav
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,7 +36,7 @@ class FusedLayout:
     """One row of the table.
 
     Attributes:
-        names: of the layer, or of the parameter itself.
+        names: globs on the name of the layer, or of the parameter itself.
         maps: what it holds, in the order of its outputs.
         where: in which models, and what sizes are read.
         read: (site, outputs, inputs) -> parts of one period, or None.
@@ -66,7 +67,7 @@ def fused_parts(site: Site, outputs: int, inputs: int) -> Parts:
         outputs: the length of the axis that holds the maps' outputs.
     """
     for layout in FUSED_LAYOUTS:
-        if site.role in layout.names:
+        if any(fnmatch.fnmatchcase(site.role, name) for name in layout.names):
             parts = layout.read(site, outputs, inputs)
             if parts is not None and _fits(parts, outputs, inputs):
                 return parts
@@ -194,9 +195,18 @@ def _torch_attention(site: Site, outputs: int, inputs: int) -> Parts:
     return parts if outputs == 3 * embed else None
 
 
+# Gates in the order of their rows; weight_hr, the projection behind them, is one matrix.
+_GATES = {
+    (nn.LSTM, nn.LSTMCell): ("i", "f", "g", "o"),
+    (nn.GRU, nn.GRUCell): ("r", "z", "n"),
+}
+
+
 def _recurrent(site: Site, outputs: int, inputs: int) -> Parts:
-    gates = {nn.LSTM: ("i", "f", "g", "o"), nn.GRU: ("r", "z", "n")}.get(type(site.holder))
-    return None if gates is None else tuple(Part(gate, outputs // len(gates)) for gate in gates)
+    gates = next((g for kinds, g in _GATES.items() if isinstance(site.holder, kinds)), None)
+    if gates is None or outputs != len(gates) * site.holder.hidden_size:
+        return None
+    return tuple(Part(gate, outputs // len(gates)) for gate in gates)
 
 
 def _gate_up(site: Site, outputs: int, inputs: int) -> Parts:
@@ -311,9 +321,9 @@ FUSED_LAYOUTS: tuple[FusedLayout, ...] = (
         read=_torch_attention,
     ),
     FusedLayout(
-        names=tuple(f"weight_{kind}_l{n}" for n in range(8) for kind in ("ih", "hh")),
+        names=("weight_ih", "weight_hh", "weight_ih_l*", "weight_hh_l*"),
         maps="the gates, one after another",
-        where="torch.nn.LSTM (4), torch.nn.GRU (3)",
+        where="torch.nn.LSTM and LSTMCell (4), GRU and GRUCell (3); every layer and direction",
         read=_recurrent,
     ),
     FusedLayout(

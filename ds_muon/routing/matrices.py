@@ -143,6 +143,11 @@ def _asked(
     if glob is None:
         return None
     [(kind, value)] = config.split[glob].items()
+    if kind == "experts" and (len(site.shape) != 3 or site.convolution is not None):
+        raise ValueError(
+            f'split[{glob!r}] = {{"experts": true}} asks {site.name} of shape {site.shape} for one '
+            'matrix per leading index, and it is no stack; {"none": true} keeps it whole'
+        )
     outputs = COLUMNS if transposed else ROWS
     axis = {"rows": ROWS, "cols": COLUMNS}.get(kind, outputs)
     lines = shape[1 + axis]

@@ -195,7 +195,10 @@ def _output_heads(modules: dict[str, nn.Module]) -> set[int]:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    if isinstance(module, _TRANSPOSED_CONVOLUTIONS):
-        return True
+    return isinstance(module, _TRANSPOSED_CONVOLUTIONS) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, a Linear with its weight stored as (in, out)."""
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return conv1d is not None and isinstance(module, conv1d)

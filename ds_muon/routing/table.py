@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -147,6 +148,7 @@ def _route(site: Site, logical: Logical, config: DMuonConfig, tag: bool | None) 
         raise ValueError(f"include {forced!r} matches {name} of shape {shape}: {logical.why_not}")
     if tag is True and forced is None:
         forced = "use_muon = True" if placements else None
+    _require_split_is_used(site, logical.why_not or (None if forced else reason), config)
     if forced is not None:
         reason = None
     elif tag is False and placements:
@@ -165,6 +167,18 @@ def _route(site: Site, logical: Logical, config: DMuonConfig, tag: bool | None) 
     return Route(name=name, shape=shape, placements=placements, reason=kind)
 
 
+def _require_split_is_used(site: Site, why_not: str | None, config: DMuonConfig) -> None:
+    """Refuse to cut what a rule keeps from Muon; `none` asks for nothing that it has not."""
+    glob = first_match(site.name, config.split)
+    if glob is None or why_not is None or "none" in config.split[glob]:
+        return
+    raise ValueError(
+        f"optimizer.params.split[{glob!r}] = {json.dumps(config.split[glob])} matches {site.name} "
+        f"of shape {site.shape}, which AdamW trains ({why_not}); narrow the glob, or name the "
+        "parameter in include where it is a matrix"
+    )
+
+
 def _require_patterns_match(config: DMuonConfig, trainable: Mapping[str, Site]) -> None:
     for key in ("include", "exclude", "split"):
         for glob in getattr(config, key):
@@ -174,3 +188,10 @@ def _require_patterns_match(config: DMuonConfig, trainable: Mapping[str, Site]) 
                 raise ValueError(
                     f"optimizer.params.{key}: {glob!r} matches no trainable parameter{hint}"
                 )
+    used = {first_match(name, config.split) for name in trainable}
+    for glob in config.split:
+        if glob not in used:
+            raise ValueError(
+                f"optimizer.params.split: the first glob that matches a parameter cuts it, and all "
+                f"that {glob!r} matches is taken by globs before it; put it before them"
+            )

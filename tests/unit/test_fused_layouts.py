@@ -82,7 +82,7 @@ def test_split_in_every_way() -> None:
         "[part 0]": every[::3],
         "[part 1]": [e for i, e in enumerate(every) if i % 3],
     }
-    assert split({"none": True}) == split({"experts": True}) == {"": every}
+    assert split({"none": True}) == {"": every}
     wide = nn.Linear(5, 2, bias=False)
     found = cut(wide, split={"weight": {"cols": [2, 3]}})
     assert found == {"[cols 0:2]": [0, 5], "[cols 2:5]": [2, 7]}
@@ -114,6 +114,7 @@ MISFITS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"heads": 12}, "12 equal blocks of at least 2 rows"),
     ({"interleaved": [5, 2]}, "a whole number of periods of 7 rows"),
     ({"interleaved": [11, 1]}, "with at least 2 rows to a matrix"),
+    ({"experts": True}, r"experts.*weight of shape \(12, 2\).*no stack"),
 )
 
 
@@ -133,12 +134,12 @@ def test_a_split_that_does_not_fit_says_why(rule: dict[str, Any], told: str) -> 
         ({"heads": 0}, "a positive whole number"),
         ({"none": False}, "must be true"),
         ({}, "must be one of"),
+        (None, r"split\['\*'\] must be one of .* got null"),
+        ([3], r"split\['\*'\] must be one of"),
     ],
     ids=str,
 )
-def test_a_split_that_is_none_is_refused_by_the_configuration(
-    rule: dict[str, Any], told: str
-) -> None:
+def test_a_split_that_is_none_is_refused_by_the_configuration(rule: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         parse({"split": {"*": rule}})
 
@@ -175,9 +176,27 @@ def test_per_head_needs_heads_that_the_config_confirms() -> None:
 def test_torch_modules_that_fuse() -> None:
     attention = nn.MultiheadAttention(8, 2, bias=False)
     assert list(cut(attention, "in_proj_weight")) == ["[q]", "[k]", "[v]"]
-    lstm = nn.LSTM(5, 3, bias=False)
-    assert list(cut(lstm, "weight_hh_l0")) == ["[i]", "[f]", "[g]", "[o]"]
     assert len(cut(nn.GRU(5, 3, bias=False), "weight_ih_l0")) == 3
+
+
+def test_gates_of_every_layer_and_direction() -> None:
+    shape = {"num_layers": 12, "bidirectional": True, "bias": False}
+    for module, gates in (
+        (nn.LSTM(5, 4, proj_size=3, **shape), ["[i]", "[f]", "[g]", "[o]"]),
+        (nn.GRU(5, 4, **shape), ["[r]", "[z]", "[n]"]),
+        (nn.LSTMCell(5, 4, bias=False), ["[i]", "[f]", "[g]", "[o]"]),
+        (nn.GRUCell(5, 4, bias=False), ["[r]", "[z]", "[n]"]),
+        (nn.RNN(5, 4, **shape), [""]),
+    ):
+        for name, route in route_parameters(module, parse({})).routes.items():
+            labels = [p.matrix.name.removeprefix(name) for p in route.placements]
+            assert labels == ([""] if "weight_hr" in name else gates), name
+    assert list(cut(nn.LSTM(5, 3, 2, bias=False, bidirectional=True), "weight_hh_l1_reverse")) == [
+        "[i]",
+        "[f]",
+        "[g]",
+        "[o]",
+    ]
 
 
 def test_names_of_no_hidden_matrix() -> None:

@@ -139,6 +139,61 @@ def test_split_cuts_rows_heads_and_stacks() -> None:
     assert len(names) == 6
 
 
+@pytest.mark.parametrize(
+    ("name", "rule", "why"),
+    [
+        ("proj.bias", {"rows": [6, 6]}, "1-D"),
+        ("depthwise.*", {"heads": 2}, "depthwise or grouped convolution"),
+        ("wte.weight", {"heads": 2}, "embedding"),
+        ("gate.weight", {"rows": [2, 2]}, "router"),
+        ("query_tokens", {"experts": True}, "leading dimension of 1"),
+    ],
+)
+def test_a_split_of_what_is_no_matrix_is_an_error(name: str, rule: dict, why: str) -> None:
+    with pytest.raises(ValueError) as error:
+        route_parameters(Zoo(), parse({"split": {name: rule}}))
+    for part in (f"split[{name!r}] = {{", name.removesuffix(".*"), why, "narrow the glob"):
+        assert part in str(error.value)
+
+
+def test_a_split_is_honoured_where_the_users_word_makes_a_matrix() -> None:
+    config = parse({"split": {"wte.weight": {"heads": 2}}, "include": ["wte.weight"]})
+    assert muon(route_parameters(Zoo(), config))["wte.weight"] == [(5, 8)] * 2
+    # Whole is what a vector is, too; and a later word of the user's needs no second.
+    assert muon(route_parameters(Zoo(), parse({"split": {"*": {"none": True}}})))
+    config = parse({"split": {"proj.weight": {"rows": [6, 6]}}, "exclude": ["proj.weight"]})
+    assert "proj.weight" not in muon(route_parameters(Zoo(), config))
+    shadowed = parse({"split": {"pro*t": {"none": True}, "proj.weight": {"rows": [6, 6]}}})
+    with pytest.raises(ValueError, match="'proj.weight' matches is taken by globs before it"):
+        route_parameters(Zoo(), shadowed)
+
+
+def test_the_class_of_a_module_decides_before_its_name() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_proj = nn.Linear(8, 6, bias=False)
+            self.hidden_norm_proj = nn.Linear(8, 6, bias=False)
+            self.conv_norm = nn.Conv1d(4, 6, 3, bias=False)
+            self.norm_rnn = nn.LSTM(4, 6, bias=False)
+            self.norm_attention = nn.MultiheadAttention(6, 2, bias=False)
+            self.table_norm = nn.Module()
+            self.table_norm.weight = nn.Parameter(torch.zeros(4, 6))
+            self.ln = nn.LayerNorm((4, 6))
+            self.tokens_embed = nn.Linear(31, 6, bias=False)
+            self.head = nn.Linear(6, 9, bias=False)
+            self.config = types.SimpleNamespace(vocab_size=31)
+
+    routes = route_parameters(Named(), parse({})).routes
+    assert {n: r.reason for n, r in routes.items() if not r.is_muon} == {
+        "table_norm.weight": "norm, a row per head",
+        "ln.weight": "norm",
+        "ln.bias": "norm",
+        "tokens_embed.weight": "embedding by name",
+        "head.weight": "output head by name",
+    }
+
+
 def test_a_transposed_linear_keeps_its_real_rows_and_columns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -150,7 +205,8 @@ def test_a_transposed_linear_keeps_its_real_rows_and_columns(
     module = types.ModuleType("transformers.pytorch_utils")
     module.Conv1D = Conv1D  # type: ignore[attr-defined]
     monkeypatch.setitem(__import__("sys").modules, "transformers.pytorch_utils", module)
-    [placement] = route_parameters(nn.Sequential(Conv1D()), parse({})).routes["0.weight"].placements
+    model = nn.ModuleDict({"embed_proj": Conv1D()})
+    [placement] = route_parameters(model, parse({})).routes["embed_proj.weight"].placements
     assert placement.matrix.transposed and (placement.matrix.rows, placement.matrix.cols) == (4, 12)
 
 
