@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import groups
+from torch._dynamo.eval_frame import OptimizedModule
 
 from ds_muon.config import DMuonConfig, require_stage
 from ds_muon.zero.offload import is_on_host, offload_device
@@ -109,6 +110,12 @@ def _has_no_masters(engine: Any) -> bool:
     if engine.zero_optimization() or engine.bfloat16_enabled() or engine.fp16_enabled():
         return False
     return any(p.requires_grad and p.dtype != torch.float32 for p in engine.module.parameters())
+
+
+def _wraps_compiled(engine: Any) -> bool:
+    """A wrapper keeps a plain dict of parameters, and ZeRO-3's forward marks DeepSpeed's own."""
+    wrapped = any(isinstance(m, OptimizedModule) for m in engine.module.modules())
+    return wrapped and int(engine.zero_optimization_stage()) == 3
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -234,8 +241,15 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         regime="DeepCompile",
         key="compile.deepcompile",
-        remedy="set it to false; torch.compile of the model is fine",
+        remedy="set it to false; model.compile() is exact at every stage",
         is_asked=lambda e: e.is_deepcompile_enabled(),
+    ),
+    Refusal(
+        regime="ZeRO-3 with modules that torch.compile wraps",
+        key="torch.compile(model)",
+        remedy="compile in place: model.compile(), or engine.compile() after "
+        "deepspeed.initialize; or use stage 0, 1 or 2",
+        is_asked=_wraps_compiled,
     ),
 )
 

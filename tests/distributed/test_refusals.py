@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.harness import models, ranks
-from tests.harness.training import ds_config, start_engine
+from tests.harness.training import digest, ds_config, masters, start_engine
 
 CPU = {"device": "cpu"}
 ASKED: dict[str, dict[str, Any]] = {
@@ -218,3 +218,42 @@ def foreign_parameter() -> str:
 
 def test_a_parameter_that_is_not_the_models_is_an_error() -> None:
     assert "not a parameter of the model" in ranks.run(1, foreign_parameter)[0]
+
+
+def compiled(how: str, stage: int) -> tuple[str, str]:
+    """Run on a rank: the error at start, or else the weights' bits after a step."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    if how == "wrapped":
+        model = torch.compile(model, backend="eager")
+    elif how == "part":
+        model[0] = torch.compile(model[0], backend="eager")
+    elif how == "in place":
+        model.compile(backend="eager")
+    config = ds_config(stage, params={"lr": 1e-2})
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
+    except ValueError as error:
+        return str(error), ""
+    engine.backward(engine(torch.ones(2, 4)).square().sum())
+    engine.step()
+    return "", digest(dict(enumerate_masters(engine)))
+
+
+def enumerate_masters(engine: Any) -> list[tuple[str, torch.Tensor]]:
+    """Masters without names, which a wrapper changes."""
+    return [(str(i), tensor) for i, tensor in enumerate(masters(engine).values())]
+
+
+def test_compiled_models_train_alike_or_are_refused_at_start() -> None:
+    for how in ("wrapped", "part"):
+        [text, _] = ranks.run(2, compiled, how=how, stage=3)[0]
+        assert "ZeRO-3 with modules that torch.compile wraps" in text and "model.compile()" in text
+    for how, stage in (("wrapped", 2), ("in place", 3)):
+        plain = ranks.run(2, compiled, how="", stage=stage)
+        assert ranks.run(2, compiled, how=how, stage=stage) == plain
+        assert plain[0][0] == "" and plain[0][1]
