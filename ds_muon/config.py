@@ -13,7 +13,15 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 RecipeName = Literal["moonlight", "keller", "torch", "deepspeed", "dion", "megatron"]
 DtypeName = Literal["bf16", "fp16", "fp32"]
@@ -24,10 +32,35 @@ NonNegative = Field(ge=0.0)
 FILLED_BY_TRAINER = ("lr", "betas", "eps", "weight_decay")
 
 
-class HsdpConfig(BaseModel):
-    """Replicate x shard groups on ZeRO."""
+# What other optimizers and trainers keep beside lr, and where ds_config.json has it.
+_ELSEWHERE = {
+    "max_grad_norm": "gradient_clipping",
+    "gradient_clipping": "gradient_clipping",
+    "clip_grad": "gradient_clipping",
+    "grad_clip": "gradient_clipping",
+    "warmup_num_steps": "scheduler.params.warmup_num_steps",
+    "total_num_steps": "scheduler.params.total_num_steps",
+}
+
+
+class _Keys(BaseModel):
+    """An object of ds_config.json whose keys are all known."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python, and pydantic with it, takes true for 1."""
+        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        if {int, float} & kinds and bool not in kinds and any(type(v) is bool for v in values):
+            raise ValueError("must be a number")
+        return value
+
+
+class HsdpConfig(_Keys):
+    """Replicate x shard groups on ZeRO."""
 
     shard_size: int = Field(
         ge=1, strict=True, description="consecutive ranks that ZeRO partitions over"
@@ -37,30 +70,24 @@ class HsdpConfig(BaseModel):
     )
 
 
-class QkClipConfig(BaseModel):
+class QkClipConfig(_Keys):
     """MuonClip on attention logits."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     tau: float = Field(100.0, gt=0.0, description="logit above which a head is scaled")
 
 
-class MetricsConfig(BaseModel):
+class MetricsConfig(_Keys):
     """What a step took, per bucket and over all ranks."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     every: int = Field(0, ge=0, description="optimizer steps between records; 0 = never")
     monitor: bool = Field(True, description="write to DeepSpeed's monitor, as it is configured")
     buckets: bool = Field(False, description="log a line per bucket on rank 0")
 
 
-class DMuonConfig(BaseModel):
+class DMuonConfig(_Keys):
     """`optimizer.params` of `"type": "DMuon"`, validated and frozen."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
-    )
+    model_config = ConfigDict(protected_namespaces=(), allow_inf_nan=False)
 
     lr: float = Field(
         1e-3, ge=0.0, description="learning rate of both halves, RMS of an AdamW-like update"
@@ -138,7 +165,7 @@ class DMuonConfig(BaseModel):
     )
     include: tuple[str, ...] = Field((), description="globs: parameters to train with Muon")
     exclude: tuple[str, ...] = Field((), description="globs: parameters to train with AdamW; wins")
-    split: dict[str, dict[str, Any]] = Field(
+    split: dict[str, Any] = Field(
         {},
         description="glob -> how to cut a parameter into matrices, instead of what is recognised: "
         '{"rows": [..]} or {"cols": [..]}, blocks as stored; {"heads": n}, equal blocks of '
@@ -239,7 +266,7 @@ def require_stage(config: DMuonConfig, stage: int, *, bf16_optimizer: bool) -> N
 
 
 def _as_json(value: Any) -> str:
-    return json.dumps(value.model_dump() if isinstance(value, BaseModel) else value)
+    return json.dumps(value.model_dump() if isinstance(value, BaseModel) else value, default=str)
 
 
 def reserved_keys() -> dict[str, tuple[Any, ...]]:
@@ -262,6 +289,8 @@ def parse(params: Mapping[str, Any] | None) -> DMuonConfig:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(known)}"
+            if key in _ELSEWHERE:
+                hint = f"ds_config.json has it as {_ELSEWHERE[key]}, outside optimizer.params"
             raise ValueError(f"optimizer.params.{key} is not a key of DMuon; {hint}")
         if given[key] == "auto" and not _takes_auto(key):
             raise ValueError(
@@ -276,6 +305,11 @@ def parse(params: Mapping[str, Any] | None) -> DMuonConfig:
 
 def _takes_auto(key: str) -> bool:
     return "auto" in _literals(DMuonConfig.model_fields[key].annotation)
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Every type that an annotation is made of."""
+    return {annotation}.union(*map(_kinds, get_args(annotation)))
 
 
 def _literals(annotation: Any) -> tuple[Any, ...]:
@@ -321,14 +355,17 @@ def _nested_fields(annotation: Any) -> tuple[str, ...]:
 _SPLIT_LISTS, _SPLIT_FLAGS = ("rows", "cols", "interleaved"), ("none", "experts")
 
 
-def _check_split(glob: str, rule: dict[str, Any]) -> None:
+def _check_split(glob: str, rule: Any) -> None:
     known = (*_SPLIT_LISTS, "heads", *_SPLIT_FLAGS)
-    if len(rule) != 1 or not set(rule) <= set(known):
-        near = difflib.get_close_matches(next(iter(rule), ""), known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near and not set(rule) <= set(known) else ""
+    given = list(rule) if isinstance(rule, dict) else []
+    if len(given) != 1 or given[0] not in known:
+        unknown = next((key for key in given if key not in known), "")
+        near = difflib.get_close_matches(unknown, known, n=1)
         raise ValueError(
             f'split[{glob!r}] must be one of {{"rows": [..]}}, {{"cols": [..]}}, {{"heads": n}}, '
-            f'{{"interleaved": [..]}}, {{"none": true}}, {{"experts": true}}, got {rule}{hint}'
+            '{"interleaved": [..]}, {"none": true}, {"experts": true}, got '
+            + _as_json(rule)
+            + (f"; did you mean {near[0]!r}?" if near else "")
         )
     [(kind, value)] = rule.items()
     if kind in _SPLIT_LISTS:

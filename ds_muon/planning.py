@@ -93,10 +93,12 @@ def read_owner_costs(path: str) -> dict[tuple[int, int], float]:
         "as scripts/bench_newton_schulz.py --save writes it"
     )
     try:
-        rows = json.loads(Path(path).read_text())["seconds"]
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))["seconds"]
         table = {(n, m): float(seconds) for n, m, seconds in rows}
     except OSError as error:
         raise ValueError(f"{rule}; {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{rule}; {path} is not text in UTF-8") from None
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{rule}; {path} is not that: {error!r}") from None
     wrong = [[*shape, s] for shape, s in table.items() if not _usable(shape, s)]

@@ -7,15 +7,15 @@ settings; `ds_muon plan` has those of a model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from ds_muon.diagnose.acceptance import Examined, examine
 from ds_muon.diagnose.findings import Finding, Level
 from ds_muon.diagnose.machine import Machine
-from ds_muon.ortho.recipes import OrthoSpec, resolve
-from ds_muon.preview.config_file import ConfigFile, read_config
-from ds_muon.zero.inspection import Foreseen, ZeroKnobs, foresee
+from ds_muon.ortho.recipes import OrthoSpec
+from ds_muon.preview.config_file import ConfigFile
+from ds_muon.zero.inspection import ZeroKnobs
 
 _GIB = 2**30
 # Above this, in bytes, a buffer is worth a line.
@@ -24,33 +24,25 @@ _DEFAULT_SUB_GROUP = 10**9
 
 
 def judge_file(path: Path, machine: Machine) -> list[Finding]:
-    """Say what is wrong with a ds_config.json, what it takes and what it makes slow.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Say what is wrong with a ds_config.json, what it takes and what it makes slow."""
     try:
-        read = read_config(path)
-        spec = resolve(read.params)
+        found = examine(path)
     except ValueError as error:
         return [_say("config", "problem", line) for line in str(error).splitlines()]
-    foreseen = foresee(json.loads(path.read_text()))
-    found = [_say("config", "ok", f"{path}: DMuon's keys are valid")]
-    if foreseen.error is not None:
-        found.append(_say("config", "problem", f"DeepSpeed refuses it: {foreseen.error}"))
-    found += [_say("config", "problem", f"not supported: {text}") for text in foreseen.refusals]
-    found += judge_settings(read, spec, foreseen, machine)
-    return found
+    return [
+        _say("config", "ok", f"{path}: DMuon's keys are valid"),
+        *(_say("config", "problem", text) for text in found.problems),
+        *judge_settings(found, machine),
+    ]
 
 
-def judge_settings(
-    read: ConfigFile, spec: OrthoSpec, foreseen: Foreseen, machine: Machine
-) -> list[Finding]:
+def judge_settings(examined: Examined, machine: Machine) -> list[Finding]:
     """Say what a valid configuration takes and what it makes slow."""
-    found = []
-    if foreseen.knobs is not None:
-        found += [*_zero_memory(read, foreseen.knobs), *_zero_speed(read, foreseen.knobs)]
-    return [*found, *_own_memory(read, machine), *_own_speed(read, spec, machine)]
+    found, read = [], examined.read
+    knobs = None if examined.foreseen is None else examined.foreseen.knobs
+    if knobs is not None:
+        found += [*_zero_memory(read, knobs), *_zero_speed(read, knobs)]
+    return [*found, *_own_memory(read, machine), *_own_speed(read, examined.spec, machine)]
 
 
 def _say(topic: str, level: Level, text: str) -> Finding:

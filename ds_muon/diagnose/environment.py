@@ -155,16 +155,19 @@ def _products(machine: Machine) -> Iterator[Finding]:
     known = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
     has = [flag for flag in known if flag in machine.cpu_flags]
     flags = f" (of {', '.join(known)} it has {', '.join(has) or 'none'})"
-    for name, native in (("bf16", machine.bf16_products), ("fp16", machine.fp16_products)):
+    kinds = {"bf16": machine.bf16_products, "fp16": machine.fp16_products}
+    lacking = [name for name, native in kinds.items() if not native]
+    for name, native in kinds.items():
         if native:
             yield _ok("products", f"this CPU multiplies {name} matrices by instructions")
-        else:
-            yield _hint(
-                "products",
-                f"this CPU has no {name} products{flags}: Newton-Schulz in {name} runs in fp32 and "
-                f"rounds every product, so ns_dtype fp32 is no slower here; forward and backward "
-                f"in {name} are slow",
-            )
+    if lacking:
+        either = " or ".join(lacking)
+        yield _hint(
+            "products",
+            f"this CPU has no {either} products{flags}: Newton-Schulz in {either} runs in fp32 and "
+            f"rounds every product, so ns_dtype fp32 is no slower here; forward and backward in "
+            f"{either} are slow",
+        )
 
 
 def _threads(machine: Machine) -> Iterator[Finding]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ds_muon check`: whether optimizer.params of a ds_config.json is valid."""
+"""`ds_muon check`: whether a run would start with a ds_config.json."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from ds_muon.ortho.recipes import resolve
-from ds_muon.planning import read_owner_costs
-from ds_muon.preview.config_file import read_config
+from ds_muon.diagnose.acceptance import require_accepted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,11 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    found = read_config(args.config)
+    examined = require_accepted(args.config)
+    found, spec = examined.read, examined.spec
     config, stage = found.params, found.zero_optimization.stage
-    spec = resolve(config)
-    if config.owner_costs is not None:
-        read_owner_costs(config.owner_costs)
     dtype = str(spec.compute_dtype).removeprefix("torch.")
     filled = ", ".join(found.filled_by_trainer)
     print(

@@ -7,6 +7,7 @@ DeepSpeed validates the rest of the file when a run starts.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -126,33 +127,66 @@ class ConfigFile(BaseModel):
         )
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a ds_config.json as it is.
+
+    Raises:
+        ValueError: names the file and why it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no JSON file: it is not text in UTF-8") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
 def read_config(source: Path | dict[str, Any]) -> ConfigFile:
     """Read a ds_config.json, or an object of the same form.
 
     Raises:
         ValueError: names the file's key, the rule and the value.
     """
-    if isinstance(source, Path):
-        try:
-            content = json.loads(source.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{source} is not JSON: {error}") from None
-    else:
-        content = source
-    if not isinstance(content, dict):
-        raise ValueError(f"{source} must hold a JSON object, not {content!r}")
+    content = read_json(source) if isinstance(source, Path) else source
     given = {key: value for key, value in content.items() if value is not None}
     try:
         found = ConfigFile.model_validate(given)
     except ValidationError as error:
-        raise ValueError("\n".join(_one_line(item) for item in error.errors())) from None
+        raise ValueError("\n".join(_lines(error, given))) from None
     _require_usable(found)
     return found
 
 
-def _one_line(item: Any) -> str:
-    path = ".".join(str(part) for part in item["loc"])
-    return f"{path}: {item['msg']}, got {item['input']!r}"
+def _lines(error: ValidationError, given: dict[str, Any]) -> Iterator[str]:
+    """One line per key; its value may break the rules of several types at once."""
+    rules: dict[str, list[str]] = {}
+    values: dict[str, Any] = {}
+    absent: set[str] = set()
+    for item in error.errors():
+        missing = item["type"] == "missing"
+        path = ".".join(_keys(item["loc"], given, missing=missing))
+        absent |= {path} if missing else set()
+        object_wanted = item["type"] in ("model_type", "model_attributes_type", "dict_type")
+        rule = "must be an object" if object_wanted else item["msg"]
+        rules.setdefault(path, []).append(rule)
+        values[path] = item["input"]
+    for path, told in rules.items():
+        got = "" if path in absent else f", got {json.dumps(values[path], default=str)}"
+        yield f"{path}: {' or '.join(told)}{got}"
+
+
+def _keys(loc: tuple[int | str, ...], given: Any, *, missing: bool) -> Iterator[str]:
+    """The keys of the file in a place that pydantic names, without the types that it tried."""
+    for part in loc:
+        if not isinstance(given, dict) or (part not in given and not missing):
+            return
+        yield str(part)
+        given = given.get(part)
 
 
 def _require_usable(found: ConfigFile) -> None:
@@ -162,6 +196,11 @@ def _require_usable(found: ConfigFile) -> None:
     if zero.sub_group_size != "auto" and not zero.sub_group_size >= 0:
         raise ValueError(
             f"zero_optimization.sub_group_size must not be negative, got {zero.sub_group_size:g}"
+        )
+    if found.bf16.enabled is True and found.fp16.enabled is True:
+        raise ValueError(
+            "bf16.enabled and fp16.enabled are both true, and training has one precision; set one "
+            "of them to false"
         )
     _require_usable_offload(found)
     require_stage(found.params, zero.stage, bf16_optimizer=found.makes_bf16_optimizer)

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ds_muon.diagnose.acceptance import require_accepted
 from ds_muon.plan.plan import Plan
 from ds_muon.preview import show
-from ds_muon.preview.config_file import read_config
 from ds_muon.preview.record import placed, preview
 from ds_muon.preview.subject import read_subject
 from ds_muon.preview.sweep import GIB, Cluster, sweep_shard_sizes
@@ -60,9 +60,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     if args.world_size < 1:
         raise ValueError(f"--world-size must be at least 1, got {args.world_size}")
-    if args.plot and args.plot.suffix not in show.PLOT_SUFFIXES:
-        raise ValueError(f"--plot {args.plot} must end in one of {', '.join(show.PLOT_SUFFIXES)}")
-    rates, cluster, config = _rates(args), _cluster(args), read_config(args.config)
+    if args.plot is not None:
+        show.require_plot(args.plot)
+    rates, cluster = _rates(args), _cluster(args)
+    config = require_accepted(args.config).read
     model = build_model(args.model)
     started = time.perf_counter()
     # A plan is some hundred thousand small records; collecting in between would double the time.
@@ -135,11 +136,19 @@ def build_model(source: str) -> nn.Module:
     """
     path = Path(source)
     with torch.device("meta"):
-        if path.exists():
-            from transformers import AutoConfig, AutoModelForCausalLM
+        return _published(path) if path.exists() else _call(source)
 
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-        return _call(source)
+
+def _published(path: Path) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    except Exception as error:  # whatever a file that is no config.json brings about
+        raise ValueError(
+            f"--model {str(path)!r} is not, or does not hold, a config.json that transformers "
+            f"builds a causal language model from: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _call(source: str) -> nn.Module:

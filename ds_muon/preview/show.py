@@ -7,7 +7,9 @@ Never does: compute what it shows.
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +20,25 @@ from ds_muon.preview.sweep import Cluster, ShardSize
 
 _MIB = 2**20
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
+
+
+def require_plot(path: Path) -> None:
+    """Refuse a plot that could not be written, before anything is computed for it.
+
+    Raises:
+        ValueError: names the path and why.
+    """
+    if path.suffix not in PLOT_SUFFIXES:
+        raise ValueError(f"--plot {path} must end in one of {', '.join(PLOT_SUFFIXES)}")
+    if find_spec("matplotlib") is None:
+        raise ValueError('--plot needs matplotlib: pip install ".[cli]"')
+    if path.is_dir():
+        raise ValueError(f"--plot {path} is a folder; name a file in it")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"--plot {path} cannot be written: {error.strerror}") from None
 
 
 def print_preview(found: Preview, seconds: float) -> None:

@@ -26,7 +26,8 @@ def run(args: argparse.Namespace) -> int:
 
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
-    ranks = args.ranks or (2 if on_cpu else accelerator.device_count())
+    default = 2 if on_cpu else accelerator.device_count()
+    ranks = default if args.ranks is None else args.ranks
     if ranks < 1:
         raise ValueError(f"--ranks must be at least 1, got {ranks}")
     choose(ranks, args.only)

@@ -170,3 +170,11 @@ def test_a_ranks_program_exits_by_the_verdict(what: str, status: int, verdict: s
 def test_a_glob_that_matches_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["selftest", "--ranks", "2", "--only", "stage 9"]) == 1
     assert "--only 'stage 9' matches none of 'stage 0'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks_asked", ["0", "-1"])
+def test_no_ranks_are_an_error(ranks_asked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(subprocess, "run") as launched:
+        assert main(["selftest", "--ranks", ranks_asked]) == 1
+    assert not launched.called
+    assert f"--ranks must be at least 1, got {ranks_asked}" in capsys.readouterr().err

@@ -54,6 +54,12 @@ def test_a_healthy_machine_has_nothing_to_say() -> None:
         assert exit_status(findings) == 0
 
 
+def test_low_precision_products_are_one_hint() -> None:
+    lacking = judge(replace(HEALTHY, bf16_products=False, fp16_products=False))
+    [hint] = [f for f in lacking if f.topic == "products"]
+    assert "no bf16 or fp16 products (of avx2" in hint.text
+
+
 def versions(**other: str | None) -> dict[str, Any]:
     return {"versions": {**VERSIONS, **other}}
 
@@ -255,7 +261,7 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
     "DMuon's key": ({"params": {"momentun": 0.9}}, "did you mean 'momentum'?"),
     "stage": ({"params": {"hide_param_gather": True}}, "use stage 1 or 2"),
     "unknown ZeRO key": ({"zero_optimization": {"stage": 2, "no_such": 1}}, "no_such"),
-    "two precisions": ({**BF16, "fp16": {"enabled": True}}, "cannot be simultaneously enabled"),
+    "two precisions": ({**BF16, "fp16": {"enabled": True}}, "are both true"),
     "hpZ": (
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
         "hierarchical partitioning (ZeRO++ hpZ)",

@@ -2,14 +2,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
 from ds_muon.cli import main
+from ds_muon.diagnose.configuration import judge_file
+from ds_muon.planning import read_owner_costs
 from ds_muon.preview.config_file import read_config
 from ds_muon.preview.plan_command import build_model
 from ds_muon.preview.record import preview
@@ -315,6 +319,26 @@ def test_tables_show_matrices_and_shard_sizes(capsys: pytest.CaptureFixture[str]
         ),
         ('{"optimizer": {"type": "DMuon", "params": {"owner_costs": "none.json"}}}', "none.json"),
         ('{"optimizer": {"type": "DMuon", "params": {"weight_decay": Infinity}}}', "weight_decay"),
+        ('{"optimizer": {"type": "DMuon", "params": {"lr": true}}}', "lr: must be a number"),
+        (
+            '{"optimizer": {"type": "DMuon", "params": {"max_grad_norm": 1.0}}}',
+            "gradient_clipping, outside optimizer.params",
+        ),
+        (
+            '{"optimizer": {"type": "DMuon"}, "bf16": {"enabled": true}, '
+            '"fp16": {"enabled": true}}',
+            "bf16.enabled and fp16.enabled are both true",
+        ),
+        # What only a start would refuse.
+        (
+            '{"optimizer": {"type": "DMuon"}, "zero_optimization": '
+            '{"stage": 3, "zero_hpz_partition_size": 2}}',
+            "does not support hierarchical partitioning (ZeRO++ hpZ)",
+        ),
+        (
+            '{"optimizer": {"type": "DMuon"}, "zero_optimization": {"stage": 2, "no_such": 1}}',
+            "no_such",
+        ),
     ],
 )
 def test_both_commands_name_the_key_that_is_wrong(
@@ -329,6 +353,76 @@ def test_both_commands_name_the_key_that_is_wrong(
         assert main(command) == 1
         error = capsys.readouterr().err
         assert words in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "is not JSON"),
+        (b"\x80\x04\x95", "is not text in UTF-8"),
+        (b"[" * 100_000, "is not JSON"),
+        (None, "cannot be read: No such file or directory"),
+        (b'{"optimizer": {"type": 3}}', "optimizer.type: Input should be a valid string, got 3"),
+        (b'{"optimizer": "DMuon"}', 'optimizer: must be an object, got "DMuon"'),
+        (b'{"optimizer": {}}', "optimizer.type: Field required"),
+        (
+            b'{"optimizer": {"type": "DMuon"}, "zero_optimization": {"stage": 2, '
+            b'"offload_param": 7}}',
+            "zero_optimization.offload_param: must be an object, got 7",
+        ),
+        (
+            b'{"optimizer": {"type": "DMuon"}, "bf16": {"enabled": [1]}}',
+            "bf16.enabled: Input should be a valid boolean or Input should be 'auto', got [1]",
+        ),
+    ],
+)
+def test_a_file_that_is_none_is_one_clear_line(
+    content: bytes | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds_config.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["check", str(path)]) == 1
+    shown = capsys.readouterr().err
+    assert told in shown and shown.count("\n") == 1 and len(shown) < 300, shown
+    # Doctor says the same of it.
+    [found] = judge_file(path, mock.Mock())
+    assert (found.level, found.text) == ("problem", shown.strip().removeprefix("ds_muon check: "))
+
+
+def test_files_that_tables_and_models_are_read_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_bytes(b"\x80\x04")
+    (tmp_path / "costs.json").write_bytes(b"\x80\x04")
+    arguments = ["--config", str(EXAMPLES / "zero3.json"), "--world-size", "2"]
+    assert main(["plan", *arguments, "--model", str(tmp_path)]) == 1
+    assert "that transformers builds a causal language model from" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="costs.json is not text in UTF-8"):
+        read_owner_costs(str(tmp_path / "costs.json"))
+
+
+def test_a_plot_that_cannot_be_written_stops_before_the_model_is_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder.png").mkdir()
+    arguments = ["--config", "none.json", "--model", "none:none", "--world-size", "2"]
+    for plot, words in (
+        (tmp_path / "no" / "load.png", "load.png cannot be written: No such file or directory"),
+        (tmp_path / "folder.png", "is a folder"),
+        (Path("/proc/load.png"), "load.png cannot be written"),
+    ):
+        assert main(["plan", *arguments, "--plot", str(plot)]) == 1
+        assert words in capsys.readouterr().err
+
+
+def test_without_deepspeed_the_keys_are_checked_and_it_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ds_muon.zero.inspection", None)
+    assert main(["check", str(EXAMPLES / "zero2.json")]) == 0
+    shown = capsys.readouterr()
+    assert "keys are valid" in shown.out and "DeepSpeed cannot be imported here" in shown.err
 
 
 NOT_A_MODULE, NOT_CALLABLE = int, 3
