@@ -99,6 +99,16 @@ def resume_from_weights(folder: str) -> None:
     trainer.train(resume_from_checkpoint=folder)
 
 
+def another_scheduler(folder: str) -> None:
+    config = hf.example("hf_trainer_zero2")
+    # One folder, as on a machine that ranks share.
+    shared = str(Path(folder).parent / "run")
+    _trainer(shared, config, max_steps=1, save_strategy="steps", save_steps=1)
+    config["scheduler"] = hf.example("accelerate_zero3")["scheduler"]
+    trainer = hf.start_trainer(config, shared, max_steps=2)
+    trainer.train(resume_from_checkpoint=f"{shared}/checkpoint-1")
+
+
 def _prepare(*kinds: str, change: Callable[[dict[str, Any]], None] | None = None) -> None:
     from accelerate.utils import DummyOptim, DummyScheduler
     from torch.utils.data import DataLoader
@@ -189,6 +199,7 @@ CASES: dict[Callable[[str], None], str] = {
     "`load_best_model_at_end`.",
     evaluate_before_training: "ZeRO inference only makes sense with ZeRO Stage 3",
     resume_from_weights: "Can't find a valid checkpoint at",
+    another_scheduler: "its learning rate scheduler is of another kind than this run's",
     own_optimizer: "You cannot specify an optimizer in the config file and in the code at the same "
     "time.",
     dummy_without_a_section: "You cannot create a `DummyOptim` without specifying an optimizer in "
