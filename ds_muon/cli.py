@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: which module has which command.
+"""Command line: finds and runs a command of commands/.
 
 Only the command that runs is imported, so that one command's dependencies are nobody else's: the
 doctor has to work where they are broken.
@@ -13,16 +13,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-# Each module has add_arguments(parser) and run(args) -> exit status.
+# Each has a module in commands/.
 COMMANDS = {
-    "plan": ("ds_muon.preview.plan_command", "what a run would do: routing, owners, traffic"),
-    "check": ("ds_muon.preview.check_command", "validate optimizer.params of a ds_config.json"),
-    "doctor": ("ds_muon.diagnose.command", "what is wrong, slow or large on this machine"),
-    "to-universal": (
-        "ds_muon.zero.checkpoint.command",
-        "write a checkpoint in DeepSpeed's universal format",
-    ),
-    "selftest": ("ds_muon.selftest.command", "is training exact on these devices?"),
+    "plan": "what a run would do: routing, owners, traffic",
+    "check": "would a run start with this ds_config.json?",
+    "doctor": "what is wrong, slow or large on this machine",
+    "to-universal": "write a checkpoint in DeepSpeed's universal format",
+    "selftest": "is training exact on these devices?",
 }
 
 
@@ -32,11 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ds_muon", description="Exact Muon for DeepSpeed.")
     commands = parser.add_subparsers(dest="command", required=True)
     command: Any = None
-    for name, (module, text) in COMMANDS.items():
+    for name, text in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text)
         if given[:1] == [name]:
             try:
-                command = importlib.import_module(module)
+                command = importlib.import_module(f"ds_muon.commands.{name.replace('-', '_')}")
             except ImportError as error:
                 print(f"ds_muon {name}: {error}", file=sys.stderr)
                 return 1

@@ -24,7 +24,7 @@ from ds_muon.ortho.newton_schulz import arithmetic_for, orthogonalize_into, scra
 from ds_muon.ortho.recipes import OrthoSpec, resolve
 from ds_muon.plan.costs import CostModel
 from ds_muon.preview.config_file import read_config
-from ds_muon.preview.plan_command import build_model
+from ds_muon.preview.model import build_model
 from ds_muon.preview.subject import read_subject
 
 Shape = tuple[int, int]

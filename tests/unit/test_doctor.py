@@ -328,17 +328,17 @@ def test_the_probes_read_this_environment(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_command_prints_json_and_exits_by_problems(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("ds_muon.diagnose.command.probe_machine", lambda: GPU)
+    monkeypatch.setattr("ds_muon.commands.doctor.probe_machine", lambda: GPU)
     config = str(EXAMPLES / "zero3.json")
     assert main(["doctor", "--config", config, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["status"] == 0
     assert {f["topic"] for f in shown["findings"]} >= {"versions", "config", "memory"}
     broken = replace(GPU, deepspeed_error="ImportError: gone")
-    monkeypatch.setattr("ds_muon.diagnose.command.probe_machine", lambda: broken)
+    monkeypatch.setattr("ds_muon.commands.doctor.probe_machine", lambda: broken)
     assert main(["doctor", "--config", config]) == 1
     assert "1 problem(s)" in capsys.readouterr().out
-    monkeypatch.setattr("ds_muon.diagnose.command.probe_machine", lambda: GPU)
+    monkeypatch.setattr("ds_muon.commands.doctor.probe_machine", lambda: GPU)
     assert main(["doctor", "--config", str(tmp_path / "none.json")]) == 1
 
 

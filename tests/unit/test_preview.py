@@ -15,7 +15,7 @@ from ds_muon.cli import main
 from ds_muon.diagnose.configuration import judge_file
 from ds_muon.planning import read_owner_costs
 from ds_muon.preview.config_file import read_config
-from ds_muon.preview.plan_command import build_model
+from ds_muon.preview.model import build_model
 from ds_muon.preview.record import preview
 from ds_muon.preview.subject import read_subject
 from ds_muon.preview.sweep import Cluster, sweep_shard_sizes

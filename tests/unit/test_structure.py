@@ -41,8 +41,6 @@ def dotted(path: Path) -> str:
 
 
 def floor_of(module: str) -> int:
-    if module.startswith("ds_muon.preview.") and module.endswith("_command"):
-        return 3
     for floor, names in ((0, FLOOR_0), (1, FLOOR_1), (2, FACE)):
         if any(module == n or module.startswith(n + ".") for n in names):
             return floor

@@ -1,27 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ds_muon plan`: what a run would do.
 
-Owns: arguments, and where a model comes from.
-Never does: compute what it shows (record.py, sweep.py do).
+Never does: compute what it shows (preview/record.py and sweep.py do).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import json
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from ds_muon.diagnose.acceptance import require_accepted
 from ds_muon.plan.plan import Plan
 from ds_muon.preview import show
+from ds_muon.preview.model import build_model
 from ds_muon.preview.record import placed, preview
 from ds_muon.preview.subject import read_subject
 from ds_muon.preview.sweep import GIB, Cluster, sweep_shard_sizes
@@ -123,48 +118,3 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     return Cluster(
         ranks_per_node=args.ranks_per_node, link_ratio=args.link_ratio, memory_bytes=memory
     )
-
-
-def build_model(source: str) -> nn.Module:
-    """Build a model on the meta device.
-
-    Args:
-        source: a folder (or file) with a Hugging Face config.json, or module:callable.
-
-    Raises:
-        ValueError: neither of both.
-    """
-    path = Path(source)
-    with torch.device("meta"):
-        return _published(path) if path.exists() else _call(source)
-
-
-def _published(path: Path) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    except Exception as error:  # whatever a file that is no config.json brings about
-        raise ValueError(
-            f"--model {str(path)!r} is not, or does not hold, a config.json that transformers "
-            f"builds a causal language model from: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _call(source: str) -> nn.Module:
-    module, _, name = source.partition(":")
-    if not name:
-        raise ValueError(
-            f"--model {source!r} is neither an existing folder with a config.json nor "
-            "module:callable"
-        )
-    sys.path.insert(0, "")
-    try:
-        model = getattr(importlib.import_module(module), name)()
-    except Exception as error:
-        raise ValueError(
-            f"--model {source!r} could not be built: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"--model {source!r} built {type(model).__name__}, not a torch.nn.Module")
-    return model

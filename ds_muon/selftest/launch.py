@@ -1,36 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ds_muon selftest`: launch ranks on this machine."""
+"""Launch: start the ranks of a self-test with the deepspeed launcher."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import subprocess
 import sys
 
+from deepspeed.accelerator import get_accelerator
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.add_argument(
-        "--ranks", type=int, help="default: one per device; 2 on a CPU, 4 show more of HSDP"
-    )
-    parser.add_argument("--only", help="run the parts whose name matches this glob")
+from ds_muon.selftest.session import choose
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the launcher's exit status, 0 if everything held."""
-    from deepspeed.accelerator import get_accelerator
+def launch(ranks: int | None, only: str | None) -> int:
+    """Run the parts that `only` matches on this machine.
 
-    from ds_muon.selftest.session import choose
+    Args:
+        ranks: None: one per device, 2 on a CPU.
+        only: a glob of parts' names; None: all.
 
+    Returns:
+        The launcher's exit status, 0 if everything held.
+
+    Raises:
+        ValueError: there are no such ranks, or no such parts.
+    """
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
-    default = 2 if on_cpu else accelerator.device_count()
-    ranks = default if args.ranks is None else args.ranks
+    if ranks is None:
+        ranks = 2 if on_cpu else accelerator.device_count()
     if ranks < 1:
         raise ValueError(f"--ranks must be at least 1, got {ranks}")
-    choose(ranks, args.only)
+    choose(ranks, only)
     environment = dict(os.environ)
     if on_cpu:
         cores = len(os.sched_getaffinity(0))
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     command += ["--num_gpus", str(ranks), "--master_port", str(_free_port())]
     command += ["--log_level", "warning"]
     command += ["--module", "ds_muon.selftest"]
-    command += ["--only", args.only] if args.only else []
+    command += ["--only", only] if only else []
     return subprocess.run(command, env=environment, check=False).returncode
 
 
