@@ -151,7 +151,8 @@ def _require_parameters(
     missing = [name for name in wanted if name not in shapes]
     if missing:
         raise ValueError(
-            f"it is of another model: it has no {some(missing)}; it has {some(list(shapes))}"
+            f"it is of another model: it has no {some(missing)}; load_optimizer_states=False with "
+            "load_module_strict=False takes the weights that both have"
         )
     other = [
         f"{name} is {tuple(shapes[name])} there and {tuple(shape)} here"

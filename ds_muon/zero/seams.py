@@ -191,6 +191,7 @@ SEAMS: tuple[Seam, ...] = (
         _UNFUSED,
         "instance",
         fp32_groups="master weights: the leaves",
+        loss_scale_config="the loss scale, which a load sets",
         _global_grad_norm="corrected, since it carries the loss scale",
     ),
     *_of(_OFFLOAD, "class", get_param_coordinator="the coordinator, which frees parameters"),

@@ -187,6 +187,12 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
+        regime="parameter offload below ZeRO-3, where DeepSpeed ignores it",
+        key="zero_optimization.offload_param, zero_optimization.stage",
+        remedy="remove offload_param, or set stage to 3",
+        is_asked=lambda e: is_on_host(e, "param") and int(e.zero_optimization_stage()) < 3,
+    ),
+    Refusal(
         regime="partial optimizer offload (Twin-Flow)",
         key="zero_optimization.offload_optimizer.ratio",
         remedy="set it to 1.0",

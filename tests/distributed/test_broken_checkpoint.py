@@ -246,6 +246,72 @@ def test_weights_move_into_a_model_that_trains_more(
             assert "load_module_strict=False" in out["errors"]["strict"]
 
 
+class WithRest(torch.nn.Module):
+    """A trained layer, and a rest: a frozen table, one that no group trains, a buffer."""
+
+    def __init__(self, *, rows: int = 1, width: int = 3, layers: int = 1) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(33, 33) for _ in range(layers))
+        self.table = torch.nn.Embedding(rows, 33)
+        self.table.requires_grad_(False)
+        self.apart = torch.nn.Linear(33, 5)
+        self.register_buffer("shift", torch.randn(width))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = torch.sin(tokens[:, :1] * (torch.arange(33, device=tokens.device) + 1) * 0.37)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def rest(*, folder: str, stage: int, target: int) -> dict[str, Any]:
+    """Run on a rank: a run with a rest, loaded into runs whose rest differs."""
+
+    def start(config: dict[str, Any], seed: int, *, apart: bool = False, **shape: int) -> Any:
+        torch.manual_seed(seed)
+        module = WithRest(**shape)
+        trained = [p for n, p in module.named_parameters() if apart or not n.startswith("apart.")]
+        return deepspeed.initialize(model=module, config=config, model_parameters=trained)[0]
+
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+    engine = start(ds_config(stage, params=PARAMS), 1, apart=True, layers=2)
+    train_steps(engine, models.global_batches(1))
+    engine.save_checkpoint(folder)
+    want, found = {**whole_weights(engine), "shift": engine.module.shift.clone()}, {}
+    for name, shape, options in (
+        ("table", {"rows": 4, "layers": 2}, {"load_module_strict": False}),
+        ("shift", {"width": 1, "layers": 2}, {}),
+        ("fewer", {"layers": 1}, {}),
+        ("fits", {"layers": 2}, {}),
+        ("loose", {"layers": 1}, {"load_module_strict": False}),
+        ("module", {"layers": 2}, {"load_module_only": True}),
+    ):
+        config = ds_config(target, params=PARAMS)
+        if name == "module":
+            config["scheduler"] = scheduler
+        other = start(config, 2, **shape)
+        before = digest(whole_weights(other))
+        try:
+            other.load_checkpoint(folder, **options)
+        except (ValueError, RuntimeError) as error:
+            kept = digest(whole_weights(other)) == before and other.global_steps == 0
+            found[name] = str(error) if kept else "changed"
+        else:
+            own = {**whole_weights(other), "shift": other.module.shift}
+            found[name] = [n for n, value in own.items() if not torch.equal(value, want[n])]
+    return found
+
+
+@pytest.mark.parametrize(("stage", "target"), [(2, 3), (2, 1), (3, 2)])
+def test_what_no_group_trains_is_checked_and_filled(stage: int, target: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for out in ranks.run(2, rest, folder=folder, stage=stage, target=target):
+            assert "table.weight is (1, 33) there and (4, 33) here" in out["table"]
+            assert "shift is (3,) there and (1,) here" in out["shift"]
+            assert "this run has no layers.1." in out["fewer"]
+            assert out["fits"] == out["loose"] == out["module"] == []
+
+
 def rewrapped(*, folder: str) -> dict[str, Any]:
     """Run on a rank: a plain model's checkpoint into a compiled one of the same shape."""
     config, weights = ds_config(2, params=PARAMS), []

@@ -315,7 +315,7 @@ def frozen_run(*, folder: str, shape: dict[str, Any], seed: int, load: bool) -> 
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
             found[name] = parameter.detach().float().clone()
-    return {"values": found, "scale": getattr(engine.optimizer, "cur_scale", None)}
+    return {"values": found, "scale": getattr(engine.optimizer, "loss_scale", None)}
 
 
 @pytest.mark.parametrize(
@@ -324,6 +324,8 @@ def frozen_run(*, folder: str, shape: dict[str, Any], seed: int, load: bool) -> 
         ({"stage": 3}, {"stage": 2}),
         ({"stage": 1}, {"stage": 3, "hsdp": 1}),
         ({"stage": 2, "dtype": "fp16"}, {"stage": 3, "dtype": "fp16"}),
+        ({"stage": 2, "dtype": "fp16"}, {"stage": 0, "dtype": "fp16"}),
+        ({"stage": 0, "dtype": "fp16"}, {"stage": 1, "dtype": "fp16"}),
     ],
 )
 def test_what_no_optimizer_trains_moves_too(saved: dict[str, Any], loaded: dict[str, Any]) -> None:

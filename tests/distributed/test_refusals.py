@@ -23,6 +23,7 @@ ASKED: dict[str, dict[str, Any]] = {
         "stage": 3,
         "zero": {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
     },
+    "offload_param, zero_optimization.stage": {"stage": 2, "zero": {"offload_param": CPU}},
     "offload_optimizer.ratio": {"stage": 3, "zero": {"offload_optimizer": {**CPU, "ratio": 0.5}}},
     "optimizer.params.hsdp": {
         "stage": 2,

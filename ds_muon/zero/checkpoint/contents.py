@@ -160,33 +160,41 @@ def _is_shuffled(saved: Mapping[str, Any]) -> bool:
     return bool(_zero_of(saved).get("round_robin_gradients"))
 
 
-def scaler_of(tag: SavedTag) -> Mapping[str, Any]:
-    """Loss scale, overflow and the like of rank 0's optimizer file."""
-    return _wrapper(open_optimizer(tag.optimizer_files[0])) if tag.optimizer_files else {}
+def scaler_of(tag: SavedTag, model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Loss scale, overflow and the like, of rank 0."""
+    if tag.optimizer_files:
+        return _wrapper(open_optimizer(tag.optimizer_files[0]))
+    return model["optimizer"] or {}
 
 
-class SavedWeights(Mapping[str, Tensor]):
-    """Whole weights of a tag by parameter name, trained or not.
+class SavedWeights(Mapping[str, Any]):
+    """What a tag has of a module's state dict, by clean name, whole: weights, buffers and the like.
 
     Args:
         model: rank 0's model file.
         shards: for what ZeRO-3 trained, whose weights are in no model file.
+
+    Attributes:
+        names: of the whole state dict that was saved, also of what stands in no file of this rank.
     """
 
     def __init__(self, tag: SavedTag, model: Mapping[str, Any], shards: Sequence[Shard]) -> None:
-        self._module: dict[str, Tensor] = {}
-        self._frozen: dict[str, torch.Size] = {}
-        self._files: list[dict[str, Any]] = []
-        if tag.cuts_weights:
-            shapes = model.get(FROZEN_PARAM_SHAPES) or {}
-            self._frozen = {clean_name(name): torch.Size(shape) for name, shape in shapes.items()}
-            self._files = [open_model(path) for path in tag.model_files] if shapes else []
-        else:
-            self._module = {clean_name(name): value for name, value in model["module"].items()}
+        saved = {clean_name(name): value for name, value in model["module"].items()}
+        shapes = model.get(FROZEN_PARAM_SHAPES) if tag.cuts_weights else None
+        self._frozen = {clean_name(n): torch.Size(shape) for n, shape in (shapes or {}).items()}
+        self._files = [open_model(path) for path in tag.model_files] if self._frozen else []
         self._shards = shards
         self._trained = {name: shape for shard in shards for name, shape in shard.shapes.items()}
+        buffers = set(map(clean_name, model["buffer_names"]))
+        # ZeRO-3 leaves an empty tensor where a parameter is.
+        self._module = {
+            name: value
+            for name, value in saved.items()
+            if not tag.cuts_weights or name in buffers or not _is_empty(value)
+        }
+        self.names = frozenset(saved) | frozenset(self)
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Any:
         if name in self._module:
             return self._module[name]
         if name in self._frozen:
@@ -195,11 +203,18 @@ class SavedWeights(Mapping[str, Tensor]):
         pieces = [p for s in self._shards for p in s.pieces if (p.name, p.key) == (name, MASTER)]
         return whole(self._trained[name], pieces)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._module or name in self._frozen or name in self._trained
+
     def __iter__(self) -> Iterator[str]:
         return iter({**self._module, **self._frozen, **self._trained})
 
     def __len__(self) -> int:
         return len(list(iter(self)))
+
+
+def _is_empty(value: Any) -> bool:
+    return torch.is_tensor(value) and tuple(value.shape) == (0,)
 
 
 def _fragments(files: Sequence[Mapping[str, Any]], name: str) -> list[Tensor]:

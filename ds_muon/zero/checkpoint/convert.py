@@ -14,8 +14,16 @@ from deepspeed.checkpoint.constants import DS_VERSION
 from ds_muon.checkpoint import universal
 from ds_muon.zero.checkpoint.contents import read_tag, scaler_of
 from ds_muon.zero.checkpoint.files import find, open_model
+from ds_muon.zero.checkpoint.fill import SCALE_NUMBERS
 
-_SCALARS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", DS_VERSION)
+_SCALARS = (
+    "loss_scaler",
+    "dynamic_loss_scale",
+    "overflow",
+    "clip_grad",
+    DS_VERSION,
+    *SCALE_NUMBERS,
+)
 
 
 def to_universal(source: Path, output: Path) -> int:
@@ -40,7 +48,7 @@ def to_universal(source: Path, output: Path) -> int:
         tag = find(folder)
         model = open_model(tag.model_files[0])
         shards = read_tag(tag, model, states=True)
-        scalars = {key: value for key, value in scaler_of(tag).items() if key in _SCALARS}
+        scalars = {key: value for key, value in scaler_of(tag, model).items() if key in _SCALARS}
         output.mkdir(parents=True, exist_ok=True)
         written = universal.write(output, shards, scalars)
     except ValueError as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,12 @@ def find(folder: Path) -> SavedTag:
     """
     if not folder.is_dir():
         raise ValueError("there is no such folder")
+    if (folder / "zero").is_dir():
+        raise ValueError(
+            'it is a universal checkpoint; set "checkpoint": {"load_universal": true} to load it'
+        )
     optimizer, model = _by_rank(folder, _OPTIMIZER_FILE), _by_rank(folder, _MODEL_FILE)
-    if not model or 0 not in model:
-        raise ValueError("it has no *model_states.pt of rank 0")
+    _require_model(folder, model)
     cuts_weights = model[0].name.startswith("zero_pp")
     saved = open_model(model[0])
     world_size = int(saved["dp_world_size"])
@@ -82,14 +85,20 @@ def find_universal(folder: Path) -> SavedTag:
         ValueError: there is none.
     """
     model = _by_rank(folder, _MODEL_FILE) if folder.is_dir() else {}
-    if 0 not in model:
-        raise ValueError("it has no *model_states.pt of rank 0")
+    _require_model(folder, model)
     return SavedTag(
         folder=folder,
         optimizer_files=(),
         model_files=tuple(model[rank] for rank in sorted(model)),
         cuts_weights=model[0].name.startswith("zero_pp"),
     )
+
+
+def _require_model(folder: Path, model: Mapping[int, Path]) -> None:
+    if 0 not in model:
+        is_home = any((folder / name).is_file() for name in ("latest", "latest_universal"))
+        hint = "; it is the folder of tags: name one, or see what `latest` in it says"
+        raise ValueError(f"it has no *model_states.pt of rank 0{hint if is_home else ''}")
 
 
 def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
@@ -108,9 +117,12 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 
 
 def other_tags(folder: Path) -> list[str]:
-    """Checkpoints beside one, which have all their files."""
-    beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
-    return [p.name for p in sorted(beside) if p.is_dir() and p != folder and _looks_whole(p)]
+    """Checkpoints beside one, which have all their files; also in the Trainer's other folders."""
+    home = folder.parent
+    homes = home.parent.iterdir() if home.name.startswith("checkpoint-") else [home]
+    beside = [p for h in sorted(homes) if h.is_dir() for p in sorted(h.iterdir()) if p.is_dir()]
+    whole = [p for p in beside if p != folder and _looks_whole(p)]
+    return [p.name if p.parent == home else f"{p.parent.name}/{p.name}" for p in whole]
 
 
 def _looks_whole(folder: Path) -> bool:
@@ -147,7 +159,7 @@ def _telling(path: Path) -> Iterator[None]:
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, KeyError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"{path.name} ({path.stat().st_size:,} bytes) cannot be read: {text}"
+            f"{path.parent.name}/{path.name} ({path.stat().st_size:,} bytes) cannot be read: {text}"
         ) from None
 
 

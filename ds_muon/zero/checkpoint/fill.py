@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fill: what a load by name has to set besides the leaves of the optimizer.
 
-Owns: weights that follow from masters, frozen parameters and buffers, settings of groups and of
-the scheduler, the loss scale.
+Owns: weights that follow from masters, settings of groups and of the scheduler, the loss scale.
 """
 
 from __future__ import annotations
@@ -11,13 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from torch.nn import Parameter
 
 from ds_muon.checkpoint.pieces import Shard
 from ds_muon.optimizer import MatrixOwnerOptimizer
@@ -26,6 +23,7 @@ from ds_muon.zero.checkpoint.contents import SavedWeights
 from ds_muon.zero.checkpoint.files import SavedTag
 from ds_muon.zero.seams import private
 
+SCALE_NUMBERS = ("cur_scale", "cur_iter", "last_overflow_iter")
 _SCALER_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
 
 
@@ -46,30 +44,10 @@ class Source:
     scaler: Mapping[str, Any]
 
 
-def frozen_parameters(module: torch.nn.Module) -> dict[str, Parameter]:
-    """By clean name."""
-    named = module.named_parameters()
-    return {clean_name(name): p for name, p in named if not p.requires_grad}
-
-
 def wraps_otherwise(module: torch.nn.Module, saved: Mapping[str, Any]) -> bool:
     """Whether a saved state dict has this module's parameters under other raw names."""
     missing = [name for name, _ in module.named_parameters() if name not in saved]
     return not {clean_name(name) for name in missing}.isdisjoint(map(clean_name, saved))
-
-
-def fill_unoptimized(module: torch.nn.Module, source: Source, rank: int) -> None:
-    """Buffers, and frozen parameters, as far as they are saved."""
-    saved = {clean_name(name): value for name, value in source.model["module"].items()}
-    own = {clean_name(name): name for name, _ in module.named_buffers()}
-    buffers = {name: saved[clean] for clean, name in own.items() if clean in saved}
-    module.load_state_dict(buffers, strict=False)
-    for name, parameter in frozen_parameters(module).items():
-        if name not in source.weights:
-            continue
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if rank == 0 or not hasattr(parameter, "ds_id"):
-                parameter.data.copy_(source.weights[name])
 
 
 def fill_weights(wrapper: Any, optimizer: MatrixOwnerOptimizer) -> None:
@@ -95,11 +73,27 @@ def fill_settings(engine: Any, optimizer: MatrixOwnerOptimizer, source: Source) 
             # A scheduler goes on from there; without one this run's own lr stands.
             for group in optimizer.param_groups:
                 group["lr"] = shard.shared_lr
-    wrapper = engine.optimizer
-    scales = (source.scaler.get("loss_scaler"), getattr(wrapper, "loss_scaler", None))
-    if all(isinstance(scale, DynamicLossScaler) for scale in scales):
-        for key in _SCALER_KEYS:
-            setattr(wrapper, key, source.scaler[key])
+    saved, scaler = _saved_scale(source.scaler), _dynamic_scaler(engine.optimizer)
+    if saved is not None and scaler is not None:
+        vars(scaler).update(saved)
+
+
+def _saved_scale(saved: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a dynamic loss scale has learned, from ZeRO's scaler or the numbers of a run without."""
+    scaler = saved.get("loss_scaler")
+    if isinstance(scaler, DynamicLossScaler):
+        return {key: getattr(scaler, key) for key in SCALE_NUMBERS}
+    if saved.get("dynamic_loss_scale") and "cur_scale" in saved:
+        return {key: saved[key] for key in SCALE_NUMBERS}
+    return None
+
+
+def _dynamic_scaler(wrapper: Any) -> Any:
+    if isinstance(wrapper, FP16_UnfusedOptimizer):
+        config = private(wrapper, "loss_scale_config")
+        return config if config.dynamic_loss_scale else None
+    scaler = getattr(wrapper, "loss_scaler", None)
+    return scaler if isinstance(scaler, DynamicLossScaler) else None
 
 
 def require_scheduler(scheduler: Any, saved: Mapping[str, Any] | None) -> None:

@@ -9,7 +9,8 @@ Never does: send a parameter; every rank maps the files and copies the ranges th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,30 @@ from ds_muon.zero.checkpoint.files import (
 from ds_muon.zero.checkpoint.fill import (
     Source,
     fill_settings,
-    fill_unoptimized,
     fill_weights,
     fit_scheduler,
-    frozen_parameters,
     require_scheduler,
     wraps_otherwise,
 )
+from ds_muon.zero.checkpoint.rest import Rest
 from ds_muon.zero.seams import override, private
 from ds_muon.zero.wrapping import replaced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a caller wants of a checkpoint.
+
+    Attributes:
+        states: more than weights.
+        strict: names of the state dict have to be the same.
+        is_custom: the caller brings a function that fills the module.
+    """
+
+    states: bool
+    scheduler: bool
+    strict: bool
+    is_custom: bool
 
 
 class CheckpointLoader:
@@ -117,9 +133,14 @@ class CheckpointLoader:
         **kwargs: Any,
     ) -> tuple[str | None, Any]:
         states = load_optimizer_states and not load_module_only
+        request = Request(
+            states=states,
+            scheduler=kwargs.get("load_lr_scheduler_states", True) and not load_module_only,
+            strict=kwargs.get("load_module_strict", True),
+            is_custom=kwargs.get("custom_load_fn") is not None,
+        )
         destinations = self._destinations(states)
-        folder = Path(load_dir) / str(tag)
-        source, copies = self._prepare(folder, destinations, kwargs, states=states)
+        source, copies = self._prepare(Path(load_dir) / str(tag), destinations, request)
         if source is None:
             kwargs.update(
                 load_optimizer_states=load_optimizer_states, load_module_only=load_module_only
@@ -141,7 +162,7 @@ class CheckpointLoader:
             )
         run_copies(copies)
         self._spread(destinations)
-        fill_unoptimized(self._engine.module, source, self._world.rank)
+        self._rest().fill(source.weights, self._world.rank)
         fit_scheduler(self._engine.lr_scheduler, len(self._optimizer.param_groups))
         if states:
             fill_settings(self._engine, self._optimizer, source)
@@ -154,12 +175,7 @@ class CheckpointLoader:
         return True if self._is_filled else self._load_zero(load_dir, tag, **kwargs)
 
     def _prepare(
-        self,
-        folder: Path,
-        destinations: Sequence[Destination],
-        options: Mapping[str, Any],
-        *,
-        states: bool,
+        self, folder: Path, destinations: Sequence[Destination], request: Request
     ) -> tuple[Source | None, list[tuple[Tensor, Tensor]]]:
         """Find and check everything, and agree with all ranks; nothing is changed.
 
@@ -172,37 +188,33 @@ class CheckpointLoader:
         """
         with self._on_all_ranks(folder):
             tag, difference = self._inspect(folder)
-            if options.get("load_lr_scheduler_states", True):
+            if request.scheduler:
                 saved = open_model(tag.model_files[0])["lr_scheduler"]
                 require_scheduler(self._engine.lr_scheduler, saved)
-            if not difference and not states:
+            if not difference and not request.states:
                 # Here DeepSpeed's own load takes `latest`, or nothing, or leaves masters behind.
                 difference = "the weights alone are wanted"
         difference = next(filter(None, self._world.all_gather_object(difference)), "")
         if not difference:
             return None, []
         with self._on_all_ranks(folder):
-            if options.get("custom_load_fn") is not None:
+            if request.is_custom:
                 raise ValueError(
                     f"it is not of this run's shape ({difference}), so its weights are taken by "
                     "parameter name and custom_load_fn cannot be applied; leave it out"
                 )
-            source = self._open(tag, states=states)
-            left = self._left(destinations, source, states=states)
-            if left and options.get("load_module_strict", True):
-                raise ValueError(
-                    f"it is of another model: it has no {some(left)}; load_module_strict=False "
-                    "keeps what this run has there"
-                )
+            source, rest = self._open(tag, states=request.states), self._rest()
+            rest.require_fit(source.weights, strict=request.strict)
+            left = [] if request.states else rest.missing(source.weights)
             copies = plan_copies(
                 [without(d, left) for d in destinations],
                 [*source.shards, weights_shard(destinations, source.shards, source.weights)],
             )
-        kept = dict.fromkeys(
-            name for names in self._world.all_gather_object(left) for name in names
-        )
-        if kept:
-            say(f"{folder} has no {some(list(kept))}: left as they are", rank=self._world.rank)
+        for text, names in (
+            ("it has no", rest.missing(source.weights)),
+            ("this run has no", rest.unexpected(source.weights)),
+        ):
+            difference += f"; {text} {some(names)}" if names else ""
         say(f"{folder} is taken by parameter name: {difference}", rank=self._world.rank)
         return source, copies
 
@@ -246,21 +258,17 @@ class CheckpointLoader:
         shards: Sequence[Shard]
         if self._engine.load_universal_checkpoint():
             wanted = {s.name: s.shape for leaf in self._leaves for s in self._slices(leaf)}
+            wanted.update(self._rest().shapes)
             shard, scaler = universal.read(tag.folder, wanted, open_optimizer)
             shards = (shard,)
         else:
-            shards, scaler = read_tag(tag, model, states=states), scaler_of(tag)
+            shards, scaler = read_tag(tag, model, states=states), scaler_of(tag, model)
         weights = SavedWeights(tag, model, shards)
         return Source(tag=tag, model=model, shards=shards, weights=weights, scaler=scaler)
 
-    def _left(
-        self, destinations: Sequence[Destination], source: Source, *, states: bool
-    ) -> list[str]:
-        """Parameters of this run that the checkpoint does not have; with `states`, frozen ones."""
-        wanted = list(frozen_parameters(self._engine.module))
-        if not states:
-            wanted += dict.fromkeys(item.name for d in destinations for item in d.slices)
-        return [name for name in wanted if name not in source.weights]
+    def _rest(self) -> Rest:
+        groups = self._optimizer.preparation.groups
+        return Rest(self._engine.module, [p for group in groups for p in group.parameters])
 
     def _slices(self, leaf: Tensor) -> Any:
         return self._optimizer.binding.header.slices.get(id(leaf), ())
