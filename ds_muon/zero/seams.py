@@ -221,6 +221,11 @@ SEAMS: tuple[Seam, ...] = (
         "hsdp at stage 3, from deepspeed 0.19.3",
         _partition_world_size="each parameter may have a group of its own",
     ),
+    *_of(
+        "torch.nn.modules.module:Module",
+        "instance",
+        _non_persistent_buffers_set="buffers that are in no state dict",
+    ),
     *_of(_GROUPS, "class", _get_sequence_parallel_world_size="refusal of sequence parallelism"),
 )
 _BY_KEY = {(seam.owner, seam.name): seam for seam in SEAMS}

@@ -203,6 +203,12 @@ class SavedWeights(Mapping[str, Any]):
         pieces = [p for s in self._shards for p in s.pieces if (p.name, p.key) == (name, MASTER)]
         return whole(self._trained[name], pieces)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, without reading it."""
+        if name in self._module:
+            return tuple(self._module[name].shape)
+        return tuple(self._frozen[name] if name in self._frozen else self._trained[name])
+
     def __contains__(self, name: object) -> bool:
         return name in self._module or name in self._frozen or name in self._trained
 

@@ -18,6 +18,7 @@ from ds_muon.checkpoint.restore import some
 from ds_muon.routing import clean_name
 from ds_muon.routing.sites import layer_shape
 from ds_muon.zero.checkpoint.contents import SavedWeights
+from ds_muon.zero.seams import private
 
 _EXTRA_STATE = "_extra_state"
 
@@ -59,7 +60,7 @@ class Rest:
         """Names that only the checkpoint has."""
         repeated = self._module.named_parameters(remove_duplicate=False)
         own = {clean_name(name) for name, _ in repeated} | set(self._raw)
-        return [name for name in weights.names if name not in own]
+        return sorted(name for name in weights.names if name not in own)
 
     def require_fit(self, weights: SavedWeights, *, strict: bool) -> None:
         """Check names and shapes.
@@ -75,9 +76,9 @@ class Rest:
             remedy = "" if nothing else "; load_module_strict=False takes what both have"
             raise ValueError(f"it is of another model: {', and '.join(told)}{remedy}")
         other = [
-            f"{name} is {tuple(weights[name].shape)} there and {shape} here"
+            f"{name} is {weights.shape(name)} there and {shape} here"
             for name, shape in self._shapes.items()
-            if name in weights and tuple(weights[name].shape) != shape
+            if name in weights and weights.shape(name) != shape
         ]
         if other:
             raise ValueError(f"it is of another model: {some(other)}")
@@ -97,8 +98,8 @@ class Rest:
 def _entries(module: nn.Module) -> Iterator[str]:
     """Keys of the state dict that are no parameters."""
     for prefix, part in module.named_modules(remove_duplicate=False):
-        persistent = (n for n in part._buffers if n not in part._non_persistent_buffers_set)
-        own = (n for n in persistent if part._buffers[n] is not None)
+        transient = private(part, "_non_persistent_buffers_set")
+        own = (n for n, _ in part.named_buffers(recurse=False) if n not in transient)
         has_extra = type(part).get_extra_state is not nn.Module.get_extra_state
         for name in itertools.chain(own, [_EXTRA_STATE] if has_extra else []):
             yield f"{prefix}.{name}" if prefix else name
