@@ -158,7 +158,8 @@ class DMuonConfig(_Keys):
     )
     reduce_scatter_v: bool = Field(
         True,
-        description="ZeRO-1/2: gradients reduced to their rank only; no effect in this version",
+        description="ZeRO-1/2: one reduce_scatter per bucket of gradients, to the ranks that keep "
+        "them; false = DeepSpeed's own reduction",
     )
     hsdp: HsdpConfig | None = Field(
         None, description='ZeRO-1/2/3 over rows of ranks that are replicas: {"shard_size": 8}'
@@ -263,6 +264,19 @@ def require_stage(config: DMuonConfig, stage: int, *, bf16_optimizer: bool) -> N
             "optimizer.params.hide_param_gather hides the gather at the end of ZeRO-1 and ZeRO-2 "
             f"steps, and zero_optimization.stage is {stage}; remove the key or use stage 1 or 2"
         )
+
+
+def own_reduction(
+    config: DMuonConfig, *, reduce_scatter: bool, contiguous_gradients: bool, bf16_optimizer: bool
+) -> str | None:
+    """Say why DeepSpeed reduces ZeRO-1/2's gradients itself; offload has contiguous ones always."""
+    reasons = {
+        "optimizer.params.reduce_scatter_v is false": not config.reduce_scatter_v,
+        "BF16_Optimizer has a reduction of its own": bf16_optimizer,
+        "zero_optimization.reduce_scatter is false": not reduce_scatter,
+        "zero_optimization.contiguous_gradients is false": not contiguous_gradients,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _as_json(value: Any) -> str:

@@ -28,11 +28,12 @@ from tests.harness.training import counting_collectives, ds_config, start_engine
 TEXT = (
     "Elements are what a rank receives from others, reductions as in a ring, on average over "
     "ranks unless it says busiest. The step is `engine.step()`; under ZeRO-1/2 it includes the "
-    "gather of parameters, and the all-reduce of gradients comes before it. The peak is live "
+    "gather of parameters, and the reduction of gradients comes before it: DeepSpeed's all-reduce "
+    "(2U, U = 3/4 P) or DMuon's reduce_scatter (U; on the wire gloo moves 2U). The peak is live "
     "tensor bytes beyond those between steps, of the rank that has most; DMuon's preallocated "
     "workspace lives between steps. Gloo receives an all-gather into a copy of its own. At "
     "stage 3 a model this small stays gathered between forward and backward (ZeRO's reuse "
-    "distance), so its parameters cost U = 3/4 P there, not 2U."
+    "distance), so its parameters cost U there, not 2U."
 )
 COLUMNS = (
     "optimizer",

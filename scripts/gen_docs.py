@@ -49,6 +49,9 @@ RULES = """
   `compute_grad_norm: false`, and fp32 without ZeRO when `gradient_clipping` is 0.
 - An output head is AdamW's where it shares the embedding's weight or is called {heads}; name any
   other in `exclude`.
+- Gradients of ZeRO-1 and 2 go to [their ranks only](exchange.md#gradients-of-zero-1-and-2). Under
+  BF16_Optimizer, `reduce_scatter: false` and `contiguous_gradients: false` DeepSpeed's own
+  all-reduce carries them; a line at start says which.
 - A checkpoint is resumed at any number of ranks, stage, precision and number of replicas, and taken
   over from AdamW and the built-in Muon under ZeRO ([checkpoints.md](checkpoints.md)).
 - DeepSpeed 0.19.8's `safe_get_full_*` return other parameters' elements under
@@ -143,8 +146,7 @@ def config_page() -> str:
         lines += nested_rows(key, field.annotation) if key not in reserved else []
     lines += [
         "",
-        "`reduce_scatter_v` is accepted at both values; in this version DeepSpeed's own reduction "
-        "carries the gradients either way.",
+        "`reduce_scatter_v`: see [exchange.md](exchange.md#gradients-of-zero-1-and-2).",
         "",
         "## Recipes",
         "",

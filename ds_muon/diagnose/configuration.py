@@ -96,11 +96,10 @@ def _zero_memory(read: ConfigFile, knobs: ZeroKnobs) -> Iterator[Finding]:
 
 def _zero_speed(read: ConfigFile, knobs: ZeroKnobs) -> Iterator[Finding]:
     config = read.params
-    if knobs.stage in (1, 2) and knobs.multi_rank_allreduce:
+    if knobs.stage in (1, 2) and read.own_reduction and not read.makes_bf16_optimizer:
         yield _speed(
-            "use_multi_rank_bucket_allreduce is true, DeepSpeed's default: gradients are reduced "
-            "by all-reduce, twice the elements of false, which reduces each slice to its rank in "
-            "one call per rank and bucket"
+            f"{read.own_reduction}: DeepSpeed's own reduction carries the gradients, by all-reduce "
+            "with twice the elements of reduce_scatter_v, or in one call per rank and bucket"
         )
     if knobs.stage in (1, 2) and not (config.hide_param_gather or read.makes_bf16_optimizer):
         yield _speed(

@@ -14,7 +14,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ds_muon.config import FILLED_BY_TRAINER, DMuonConfig, parse, require_stage
+from ds_muon.config import (
+    FILLED_BY_TRAINER,
+    DMuonConfig,
+    own_reduction,
+    parse,
+    require_stage,
+)
 from ds_muon.plan.predict import ZeroSettings
 
 
@@ -37,6 +43,8 @@ class _Zero(BaseModel):
     stage: int = Field(0, ge=0, le=3)
     sub_group_size: float | Literal["auto"] = Field(1e9)
     round_robin_gradients: bool = False
+    reduce_scatter: bool = True
+    contiguous_gradients: bool = True
     parameter_alignment: Any = None
     offload_optimizer: _Offload | None = None
     offload_param: _Offload | None = None
@@ -110,6 +118,17 @@ class ConfigFile(BaseModel):
         """Whether DeepSpeed replaces ZeRO-1's optimizer by its BF16_Optimizer."""
         bf16 = bool(self.bf16.enabled) and self.gradient_bytes == 4
         return bf16 and self.zero_optimization.stage == 1 and not self.offload.optimizer
+
+    @property
+    def own_reduction(self) -> str | None:
+        """Why DeepSpeed itself reduces the gradients of ZeRO-1/2, if it does."""
+        zero = self.zero_optimization
+        return own_reduction(
+            self.params,
+            reduce_scatter=zero.reduce_scatter,
+            contiguous_gradients=zero.contiguous_gradients or self.offload.optimizer,
+            bf16_optimizer=self.makes_bf16_optimizer,
+        )
 
     @property
     def zero_settings(self) -> ZeroSettings:

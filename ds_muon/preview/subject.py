@@ -73,12 +73,14 @@ class Subject:
     """What is planned: a model's parameters under a configuration.
 
     Attributes:
+        gradient_legs: U that DMuon's gradients cost at this stage.
         warning: what the routing says of itself, as a run would log it.
     """
 
     config: DMuonConfig
     spec: OrthoSpec
     settings: ZeroSettings
+    gradient_legs: int
     table: RoutingTable
     low_precision: bool
     gradient_bytes: int
@@ -154,9 +156,17 @@ def read_subject(model: nn.Module, ds_config: ConfigFile) -> Subject:
         config=config,
         spec=resolve(config),
         settings=ds_config.zero_settings,
+        gradient_legs=_gradient_legs(ds_config),
         table=table,
         low_precision=ds_config.low_precision,
         gradient_bytes=ds_config.gradient_bytes,
         offload=ds_config.offload,
         warning=table.require_matrices(),
     )
+
+
+def _gradient_legs(ds_config: ConfigFile) -> int:
+    """One where every gradient goes to its rank only, two where all ranks receive it."""
+    stage = ds_config.zero_optimization.stage
+    to_its_rank = stage == 3 or (stage in (1, 2) and ds_config.own_reduction is None)
+    return 1 if to_its_rank else 2

@@ -135,7 +135,7 @@ def traffic(subject: Subject, counted: Counted, rates: Rates | None) -> tuple[Tr
     Under accumulation ZeRO-3 gathers parameters, and ZeRO-2 and 3 reduce gradients, once per
     micro-batch; `reshard_after_forward: false` gathers matrices once per step.
 
-    ZeRO-1/2 reduces gradients by all-reduce (2U) unless use_multi_rank_bucket_allreduce is false.
+    ZeRO-1/2 reduces gradients by all-reduce (2U); DMuon by reduce_scatter (U), if nothing keeps it.
     The built-in Muon all-reduces whole gradients at stage 3 (2U), and gathers momentum and updates.
     AdamW and the built-in are shown without replicas, which DeepSpeed does not offer them.
     """
@@ -175,7 +175,7 @@ def _dmuon(subject: Subject, counted: Counted) -> Traffic:
     received = counted.received()
     return Traffic(
         optimizer="DMuon",
-        gradients={0: 2, 1: 2, 2: 2, 3: 1}[stage] * share * everything,
+        gradients=subject.gradient_legs * share * everything,
         parameters=parameters,
         exchange_mean=sum(received) / run.world_size,
         exchange_busiest=float(max(received, default=0)),

@@ -33,6 +33,7 @@ from ds_muon.zero.parameters.hidden_gather import HiddenGather
 from ds_muon.zero.parameters.lifetime import set_lifetime
 from ds_muon.zero.parameters.owner_source import OwnerSource
 from ds_muon.zero.prepare import Preparation
+from ds_muon.zero.reduction import reduce_to_keepers
 from ds_muon.zero.report import say_plan
 from ds_muon.zero.seams import private, require_instances
 
@@ -78,6 +79,7 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
     )
     optimizer.bind(_binding(engine, prepared, sets, step_engine, replication))
     corrections.correct_wrapper(engine)
+    reduce_to_keepers(engine, config, prepared.transport)
     if config.param_source == "owner_broadcast" and prepared.row.world_size > 1:
         OwnerSource(
             engine, prepared.row_transport("parameters"), prepared.matrices(), _owners(rows)

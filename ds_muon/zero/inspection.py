@@ -55,7 +55,6 @@ class ZeroKnobs:
     reduce_bucket: int
     allgather_bucket: int
     overlap_comm: bool
-    multi_rank_allreduce: bool
     sub_group: int
     prefetch: int
     persistence: int
@@ -123,7 +122,6 @@ def _knobs(zero: Any) -> ZeroKnobs:
         reduce_bucket=int(zero.reduce_bucket_size),
         allgather_bucket=int(zero.allgather_bucket_size),
         overlap_comm=bool(zero.overlap_comm),
-        multi_rank_allreduce=bool(zero.use_multi_rank_bucket_allreduce),
         sub_group=int(zero.sub_group_size),
         prefetch=int(zero.prefetch_bucket_size),
         persistence=int(zero.param_persistence_threshold),

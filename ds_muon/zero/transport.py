@@ -85,7 +85,8 @@ class DeepSpeedTransport:
     def all_gather_object(self, value: Any) -> list[Any]:
         """See Transport."""
         shown: list[Any] = [None] * self.world_size
-        dist.all_gather_object(shown, value, group=self.group)
+        # Not deepspeed.comm's: under comms_logger it ends the process at a collective of objects.
+        torch.distributed.all_gather_object(shown, value, group=self.group)
         return shown
 
 

@@ -290,11 +290,10 @@ def test_elements_per_axis_are_the_formulas(stage: int, world: int, shard_size: 
     # Beside these a column carries ZeRO's flags and norms: a few elements.
     found = sum(o["column"] for o in out)
     assert expected <= found < expected + 20 * world
-    # Rows: as ZeRO over `shard_size` ranks. Two micro-batches reduce gradients (stage 2 by
-    # all-reduce, 2U; stage 3 U), stage 3 gathers twice in each and once in the next forward,
-    # stage 2 gathers once.
+    # Rows: as ZeRO over `shard_size` ranks. Two micro-batches reduce gradients (U), stage 3 gathers
+    # twice in each and once in the next forward, stage 2 gathers once.
     every = sum(numel.values())
-    legs = {2: 2 * 2 * parts + parts, 3: 2 * parts + 5 * parts}[stage] * every
+    legs = {2: 2 * parts + parts, 3: 2 * parts + 5 * parts}[stage] * every
     expected = world * legs + sum(o["exchange"] for o in out)
     found = sum(o["row"] for o in out)
     # ZeRO pads parameters (3) or groups (2) to the row.

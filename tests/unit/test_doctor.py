@@ -190,9 +190,14 @@ HINTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "the whole model's gradients",
     ),
     "all-reduce": (
+        {**ZERO2, "params": {"reduce_scatter_v": False}},
         ZERO2,
-        {"zero_optimization": {"stage": 2, "use_multi_rank_bucket_allreduce": False}},
-        "use_multi_rank_bucket_allreduce is true",
+        "reduce_scatter_v is false: DeepSpeed's own reduction",
+    ),
+    "all-reduce of whole buckets": (
+        {"zero_optimization": {"stage": 1, "contiguous_gradients": False}},
+        {"zero_optimization": {"stage": 3, "contiguous_gradients": False}},
+        "contiguous_gradients is false: DeepSpeed's own reduction",
     ),
     "gather": (ZERO2, {**ZERO2, "params": {"hide_param_gather": True}}, "hide_param_gather is"),
     "sub-groups": (

@@ -19,6 +19,7 @@ from ds_muon.preview.model import build_model
 from ds_muon.preview.record import preview
 from ds_muon.preview.subject import read_subject
 from ds_muon.preview.sweep import Cluster, sweep_shard_sizes
+from ds_muon.preview.traffic import count, traffic
 
 EXAMPLES = Path(__file__).parents[2] / "ds_config_examples"
 MODEL = "tests.harness.models:LlamaLike"
@@ -163,6 +164,30 @@ def test_times_are_predicted_from_given_rates_only(capsys: pytest.CaptureFixture
     assert slow["exchange_seconds"] == pytest.approx(received + calls, rel=0.05)
     assert main(["plan", "--config", "x", "--model", MODEL, "--world-size", "2", "--tflops", "1"])
     assert "both --tflops and --gb-per-s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("legs", "stage", "params", "zero"),
+    [
+        (1, 1, {}, {}),
+        (1, 2, {}, {"contiguous_gradients": False, "offload_optimizer": {"device": "cpu"}}),
+        (2, 2, {"reduce_scatter_v": False}, {}),
+        (2, 2, {}, {"reduce_scatter": False}),
+        (2, 1, {}, {"contiguous_gradients": False}),
+        (2, 0, {}, {}),
+        (1, 3, {"reduce_scatter_v": False}, {}),
+    ],
+)
+def test_gradients_cost_u_where_they_go_to_their_rank_only(
+    legs: int, stage: int, params: dict[str, Any], zero: dict[str, Any]
+) -> None:
+    config = {
+        "optimizer": {"type": "DMuon", "params": params},
+        "zero_optimization": {"stage": stage, **zero},
+    }
+    subject = read_subject(build_model(MODEL), read_config(config))
+    _, dmuon, *_ = traffic(subject, count(subject.plan(4, 4)), None)
+    assert dmuon.gradients == legs * 3 / 4 * 19371
 
 
 def test_matrices_are_listed_with_holders_and_owner(capsys: pytest.CaptureFixture[str]) -> None:
