@@ -128,7 +128,8 @@ class DMuonConfig(_Keys):
         None, description="dtype every momentum piece is rounded to; null = by ns_dtype"
     )
     ns_backend: Literal["auto", "eager", "compile", "graph", "kernels"] = Field(
-        "auto", description="implementation of the iteration"
+        "auto",
+        description="implementation of the iteration, compared with eager at start; auto = eager",
     )
     exchange: Literal["auto", "all_to_all", "all_gather", "broadcast", "p2p"] = Field(
         "auto", description="how pieces travel to their owner and back"
@@ -208,19 +209,7 @@ class DMuonConfig(_Keys):
             )
         for glob, rule in self.split.items():
             _check_split(glob, rule)
-        for key, (allowed, arrives) in _RESERVED.items():
-            if getattr(self, key) not in allowed:
-                raise ValueError(
-                    f"{key} = {_as_json(getattr(self, key))} is not available in this version "
-                    f"({arrives}); leave it at {_as_json(allowed[0])}"
-                )
         return self
-
-
-# Keys whose machinery this version does not have: the values it can honour, and what is missing.
-_RESERVED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "ns_backend": (("auto", "eager"), "other Newton-Schulz backends"),
-}
 
 
 def require_stage(config: DMuonConfig, stage: int, *, bf16_optimizer: bool) -> None:
@@ -281,11 +270,6 @@ def own_reduction(
 
 def _as_json(value: Any) -> str:
     return json.dumps(value.model_dump() if isinstance(value, BaseModel) else value, default=str)
-
-
-def reserved_keys() -> dict[str, tuple[Any, ...]]:
-    """Return the keys of this contract that are only accepted at the listed values."""
-    return {key: allowed for key, (allowed, _) in _RESERVED.items()}
 
 
 def parse(params: Mapping[str, Any] | None) -> DMuonConfig:

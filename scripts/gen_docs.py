@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from ds_muon.config import DMuonConfig, reserved_keys
+from ds_muon.config import DMuonConfig
 from ds_muon.ortho.coefficients import COEFFICIENTS
 from ds_muon.ortho.recipes import RECIPES
 from ds_muon.routing import HEAD_NAMES
@@ -127,7 +127,6 @@ def nested_rows(key: str, annotation: Any) -> list[str]:
 
 
 def config_page() -> str:
-    reserved = reserved_keys()
     lines = [
         "# Configuration: `optimizer.params`",
         "",
@@ -139,11 +138,9 @@ def config_page() -> str:
     ]
     for key, field in DMuonConfig.model_fields.items():
         values = choices(field.annotation)
-        if key in reserved:
-            values = "only " + " or ".join(shown(v) for v in reserved[key]) + " in this version"
         default = "{}" if isinstance(field.default, BaseModel) else shown(field.default)
         lines.append(f"| `{key}` | {default} | {field.description} | {values} |")
-        lines += nested_rows(key, field.annotation) if key not in reserved else []
+        lines += nested_rows(key, field.annotation)
     lines += [
         "",
         "`reduce_scatter_v`: see [exchange.md](exchange.md#gradients-of-zero-1-and-2).",

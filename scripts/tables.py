@@ -31,6 +31,7 @@ def show(
     heading: str,
     command: str,
     text: str,
+    option: str = "--save",
 ) -> None:
     """Print a table; with `save`, write it under a heading, the command and a text."""
     table = Table(*columns, title=title)
@@ -42,7 +43,7 @@ def show(
     lines = [
         f"# {heading}",
         "",
-        f"`{command} --save {save}` wrote this page: {title}.",
+        f"`{command} {option} {save}` wrote this page: {title}.",
         "",
         text,
         "",

@@ -46,7 +46,7 @@ def _aligned(nbytes: int) -> int:
 def iterate_views(
     memory: Tensor, rows: int, cols: int, spec: OrthoSpec, storage: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """View flat bytes as what `orthogonalize_into` takes.
+    """View flat bytes as what a backend's `ready` takes.
 
     Returns:
         (rows, cols) iterate in the storage dtype; (rows, cols) input to be filled with values of

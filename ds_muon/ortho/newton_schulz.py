@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Newton-Schulz: drive all singular values of a matrix towards one, in memory that is handed in.
 
-Owns: normalisation, the standard and the Gram iteration, in which arithmetic products run, and how
-much memory that takes.
+Owns: the standard and the Gram iteration, and how much memory they take.
 Never does: know where the matrix came from.
 
 The iteration multiplies X by an odd polynomial of its singular values, p(s) = a s + b s^3 + c s^5,
@@ -16,12 +15,15 @@ https://tridao.me/blog/2026/gram-newton-schulz/.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ds_muon.ortho.chunks import CHUNK_NUMEL, chunks
+from ds_muon.ortho import normalise as normalisation
+from ds_muon.ortho.arithmetic import Arithmetic, arithmetic_for
+from ds_muon.ortho.products import PanelProducts, Products
 from ds_muon.ortho.recipes import OrthoSpec
 
 # A larger iterate is replaced in blocks of about this many elements; GEMMs of a block stay large.
@@ -30,40 +32,13 @@ BLOCK_NUMEL = 2**24
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """How products of the compute dtype are formed.
+def products_for(spec: OrthoSpec, device: torch.device) -> Products:
+    """Choose how eager products are formed; a function of the recipe and the kind of device.
 
-    A CPU without bf16 or fp16 instructions multiplies such matrices a hundred times slower than
-    fp32 ones. There the iterates are kept in fp32, and every product is rounded to the compute
-    dtype: the same operands, fp32 accumulation and one rounding, as the instructions would do.
-
-    Attributes:
-        storage: dtype of the iterates.
-        rounded_to: dtype every product is rounded to, or None where storage is that dtype.
+    Panels pay where a product takes much longer than its launch, and leave a GPU partly idle.
     """
-
-    storage: torch.dtype
-    rounded_to: torch.dtype | None
-
-    def round_(self, x: Tensor) -> Tensor:
-        """Round `x` (rows, cols) to the compute dtype in place, keeping its storage dtype."""
-        if self.rounded_to is not None:
-            for rows in x.split(max(1, CHUNK_NUMEL // x.shape[1])):
-                rows.copy_(rows.to(self.rounded_to))
-        return x
-
-
-def arithmetic_for(spec: OrthoSpec, device: torch.device) -> Arithmetic:
-    """Choose the arithmetic of `spec` on `device`; the same on every rank of equal hardware."""
-    dtype = spec.compute_dtype
-    if spec.native_products or dtype == torch.float32 or device.type != "cpu":
-        return Arithmetic(dtype, None)
-    native = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    return Arithmetic(dtype, None) if native[dtype]() else Arithmetic(torch.float32, dtype)
+    panels = device.type == "cpu" and not spec.native_products
+    return PanelProducts() if panels else Products()
 
 
 def scratch_numel(rows: int, cols: int, spec: OrthoSpec) -> int:
@@ -83,12 +58,13 @@ def _aligned(numel: int) -> int:
 
 
 @torch.no_grad()
-def orthogonalize(matrix: Tensor, spec: OrthoSpec) -> Tensor:
+def orthogonalize(matrix: Tensor, spec: OrthoSpec, *, products: Products | None = None) -> Tensor:
     """Replace the singular values of each matrix by approximately one.
 
     Args:
         matrix: (rows, cols) or (batch, rows, cols), any float dtype; not modified.
         spec: coefficients, method and dtypes.
+        products: None: `products_for`.
 
     Returns:
         The same shape in `spec.compute_dtype`. A zero matrix gives zeros.
@@ -99,143 +75,156 @@ def orthogonalize(matrix: Tensor, spec: OrthoSpec) -> Tensor:
     if matrix.ndim not in (2, 3):
         raise ValueError(f"matrix must be 2-D or a 3-D batch, got shape {tuple(matrix.shape)}")
     if matrix.ndim == 3:
-        found = [orthogonalize(one, spec) for one in matrix]
+        found = [orthogonalize(one, spec, products=products) for one in matrix]
         return torch.stack(found) if found else matrix.to(spec.compute_dtype)
-    x = torch.empty(
-        matrix.shape, dtype=arithmetic_for(spec, matrix.device).storage, device=matrix.device
-    )
-    return orthogonalize_into(x, matrix.contiguous(), spec).to(spec.compute_dtype)
+    storage = arithmetic_for(spec, matrix.device).storage
+    x = torch.empty(matrix.shape, dtype=storage, device=matrix.device)
+    scratch = x.new_empty(scratch_numel(*x.shape, spec))
+    run = NewtonSchulz(x, matrix.contiguous(), spec, scratch, products=products)
+    return run().to(spec.compute_dtype)
 
 
-@torch.no_grad()
-def orthogonalize_into(
-    x: Tensor, matrix: Tensor, spec: OrthoSpec, scratch: Tensor | None = None
-) -> Tensor:
-    """Orthogonalise `matrix` in given memory.
+class NewtonSchulz:
+    """The orthogonalisation of matrices of one shape in one memory; a call runs it once.
 
     Args:
         x: (rows, cols), contiguous, in `arithmetic_for(spec, device).storage`; overwritten.
-        matrix: (rows, cols), contiguous; may be `x` itself.
-        scratch: flat, `scratch_numel(rows, cols, spec)` elements of x's dtype; None: allocated.
-
-    Returns:
-        (rows, cols), contiguous: the result, in `x` or in a part of `scratch`.
+        matrix: (rows, cols), contiguous; where a call finds its input; may be `x` itself.
+        scratch: flat, `scratch_numel(rows, cols, spec)` elements of x's dtype.
+        products: None: `products_for`.
+        normalise: writes the normalised matrix into x; None: normalise.py's.
     """
-    rows, cols = x.shape
-    arithmetic = arithmetic_for(spec, x.device)
-    if scratch is None:
-        scratch = x.new_empty(scratch_numel(rows, cols, spec))
-    _normalise(x, matrix, spec, arithmetic)
-    iterate = _Iterate(x, spec, arithmetic, scratch)
-    if spec.uses_gram(rows, cols):
-        _iterate_gram(iterate, spec)
-    else:
-        _iterate_standard(iterate, spec)
-    return iterate.result()
 
+    def __init__(
+        self,
+        x: Tensor,
+        matrix: Tensor,
+        spec: OrthoSpec,
+        scratch: Tensor,
+        *,
+        products: Products | None = None,
+        normalise: Callable[[Tensor, Tensor, Arithmetic], None] | None = None,
+    ) -> None:
+        self._x, self._matrix, self._spec = x, matrix, spec
+        self._normalise = normalise or functools.partial(normalisation.normalise, spec=spec)
+        self._arithmetic = arithmetic_for(spec, x.device)
+        products = products or products_for(spec, x.device)
+        self._iterate = _Iterate(x, spec, scratch, products, self._arithmetic)
 
-def _normalise(x: Tensor, matrix: Tensor, spec: OrthoSpec, arithmetic: Arithmetic) -> None:
-    """x <- matrix over its Frobenius norm, which bounds every singular value by one.
+    def __call__(self) -> Tensor:
+        """Orthogonalise what `matrix` holds.
 
-    In fp32 the largest element is divided out first: squares of a matrix that decayed to 1e-25, or
-    grew to 1e20, would leave fp32's range, and the iteration would start from a wrong norm.
-    """
-    if spec.normalise_in == "compute":
-        x.copy_(matrix)
-        arithmetic.round_(x)
-        norm = _guarded(x.norm(), spec)
-        x.div_(norm)
-        arithmetic.round_(x)
-        return
-    largest = torch.linalg.vector_norm(matrix, float("inf")).float()
-    largest = largest.clamp(min=torch.finfo(torch.float32).tiny)
-    flat = matrix.view(-1)
-    parts = [torch.linalg.vector_norm(part.float() / largest) for (part,) in chunks(flat)]
-    norm = _guarded(torch.linalg.vector_norm(torch.stack(parts)), spec)
-    for out, part in chunks(x.view(-1), flat):
-        scaled = part.to(torch.float32, copy=True).div_(largest).div_(norm)
-        out.copy_(scaled if arithmetic.rounded_to is None else scaled.to(arithmetic.rounded_to))
-
-
-def _guarded(norm: Tensor, spec: OrthoSpec) -> Tensor:
-    norm = norm + spec.eps if spec.guard == "add" else norm.clamp(min=spec.eps)
-    return norm if spec.divisor == 1.0 else norm * spec.divisor
+        Returns:
+            (rows, cols), contiguous: the result, always in the same part of the memory.
+        """
+        self._normalise(self._x, self._matrix, arithmetic=self._arithmetic)
+        iterate, spec = self._iterate, self._spec
+        iterate.start()
+        if iterate.gram_form:
+            _iterate_gram(iterate, spec)
+        else:
+            _iterate_standard(iterate, spec)
+        return iterate.result()
 
 
 class _Iterate:
     """X with the short side as rows, and the scratch of its iteration."""
 
-    def __init__(self, x: Tensor, spec: OrthoSpec, arithmetic: Arithmetic, scratch: Tensor) -> None:
-        self._rows, self._cols = x.shape
-        self._tall = self._rows > self._cols
+    def __init__(
+        self,
+        x: Tensor,
+        spec: OrthoSpec,
+        scratch: Tensor,
+        products: Products,
+        arithmetic: Arithmetic,
+    ) -> None:
+        rows, cols = x.shape
+        self._matrix, self._tall = x, rows > cols
+        self.gram_form = spec.uses_gram(rows, cols)
+        self.products, self.arithmetic = products, arithmetic
         self.x = x.mT if self._tall else x
-        self._spare: Tensor | None = None
-        self.arithmetic = arithmetic
         n, m = self.x.shape
-        count, square = 4 if spec.uses_gram(n, m) else 2, _aligned(n * n)
-        self.squares = [scratch[i * square :][: n * n].view(n, n) for i in range(count)]
+        count, square = 4 if self.gram_form else 2, _aligned(n * n)
+        first = scratch.storage_offset()
+        self.squares = [
+            scratch.as_strided((n, n), (n, 1), first + i * square) for i in range(count)
+        ]
         self._width = _block_cols(n, m, spec)
-        self._block = scratch[count * square :][: n * self._width]
+        self._block = scratch[count * square :]
         # Bit parity with an original includes the orientation in which it holds its iterates.
-        self._row_by_row = spec.native_products
+        self._by_columns = self._tall and not spec.native_products
+        self._first = self.x
+        # A small X is read from one of two buffers and written to the other.
+        self._buffers: tuple[Tensor, Tensor] | None = None
+        if self._width >= m:
+            again = x.view(n, m) if self._tall and not self._by_columns else self._first
+            self._buffers = self._columns(m), again
+        self._targets = self._buffers
+
+    def start(self) -> None:
+        """Go back to the memory that a normalised matrix stands in."""
+        self.x, self._targets = self._first, self._buffers
+
+    def _columns(self, width: int) -> Tensor:
+        """The block's memory as columns of X: stored like the matrix, or else always row by row."""
+        n = self.x.shape[0]
+        strides = (1, n) if self._by_columns else (width, 1)
+        return self._block.as_strided((n, width), strides)
 
     def gram(self, out: Tensor) -> Tensor:
         """Out <- X X^T."""
-        return self.arithmetic.round_(torch.mm(self.x, self.x.mT, out=out))
+        return self.arithmetic.round_(self.products.symmetric_mm(self.x, self.x.mT, out=out))
 
-    def replace(self, factor: Tensor, *, beta: float) -> None:
+    def replace(self, factor: Tensor, *, beta: float = 0.0) -> None:
         """X <- beta X + factor X."""
-        n, m = self.x.shape
-        if self._width >= m:
-            spare = self._view_of(self._spare if self._spare is not None else self._block)
-            addmm(self.x, factor, self.x, beta=beta, out=spare)
-            self.arithmetic.round_(spare)
-            self.x, self._spare = spare, self._memory_of(self.x)
+        if self._targets is not None:
+            target, other = self._targets
+            self._multiply(self.x, factor, self.x, beta, out=target)
+            self.x, self._targets = target, (other, target)
             return
         for block in self.x.split(self._width, dim=1):
-            old = self._block[: block.numel()]
-            old = old.view(block.shape[1], n).mT if self._tall else old.view(n, block.shape[1])
-            old.copy_(block)
-            addmm(block, factor, old, beta=beta, out=block)
-            self.arithmetic.round_(block)
+            old = self._columns(block.shape[1]).copy_(block)
+            self._multiply(block, factor, old, beta, out=block)
 
-    def _view_of(self, flat: Tensor) -> Tensor:
-        """Flat memory as X: in the orientation of the matrix, or else always row by row."""
-        n, m = self.x.shape
-        return flat.view(m, n).mT if self._tall and not self._row_by_row else flat.view(n, m)
-
-    def _memory_of(self, x: Tensor) -> Tensor:
-        return (x if x.is_contiguous() else x.mT).view(-1)
+    def _multiply(self, c: Tensor, factor: Tensor, x: Tensor, beta: float, *, out: Tensor) -> None:
+        if beta == 0.0:
+            self.products.mm(factor, x, out=out)
+        else:
+            self.products.addmm(c, factor, x, beta=beta, out=out)
+        self.arithmetic.round_(out)
 
     def result(self) -> Tensor:
         """X in its own orientation, contiguous."""
         x = self.x.mT if self._tall else self.x
         if x.is_contiguous():
             return x
-        if self._spare is None:
+        if self._targets is None:
             raise AssertionError("an iterate of another orientation comes from two buffers")
-        return self._spare.view(self._rows, self._cols).copy_(x)
+        free = (
+            self._matrix if self.x is self._buffers[0] else self._columns(x.shape[0]).view(x.shape)
+        )
+        return free.copy_(x)
 
 
 def _iterate_standard(iterate: _Iterate, spec: OrthoSpec) -> None:
     gram, polynomial = iterate.squares
+    products, round_ = iterate.products, iterate.arithmetic.round_
     for a, b, c in spec.triples:
         iterate.gram(gram)
-        addmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        iterate.arithmetic.round_(polynomial)
+        round_(products.symmetric_addmm(gram, gram, gram, beta=b, alpha=c, out=polynomial))
         iterate.replace(polynomial, beta=a)
 
 
 def _iterate_gram(iterate: _Iterate, spec: OrthoSpec) -> None:
     """Iterate on R = X X^T and the accumulated factor Q; X itself is touched at restarts only."""
     r, z, q, spare = iterate.squares
-    round_ = iterate.arithmetic.round_
+    addmm, round_ = iterate.products.symmetric_addmm, iterate.arithmetic.round_
     iterate.gram(r)
     fresh = True
     last = len(spec.triples) - 1
     for step, (a, b, c) in enumerate(spec.triples):
         if step in spec.gram_restarts and not fresh:
-            iterate.replace(q, beta=0.0)
+            iterate.replace(q)
             iterate.gram(r)
             fresh = True
         # z = a I + b R + c R R is the factor that this step puts before X.
@@ -250,11 +239,4 @@ def _iterate_gram(iterate: _Iterate, spec: OrthoSpec) -> None:
         if step != last and step + 1 not in spec.gram_restarts:
             round_(addmm(r, z, r, beta=a, out=spare))
             round_(addmm(spare, z, spare, beta=a, out=r))
-    iterate.replace(q, beta=0.0)
-
-
-def addmm(
-    c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float = 1.0, out: Tensor
-) -> Tensor:
-    """Out <- beta * c + alpha * a @ b; `out` may be `c`, never `a` or `b`."""
-    return torch.addmm(c, a, b, beta=beta, alpha=alpha, out=out)
+    iterate.replace(q)

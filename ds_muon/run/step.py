@@ -23,9 +23,8 @@ from torch import Tensor
 
 from ds_muon.comm.strategies import Slot
 from ds_muon.comm.transport import Pending, Transport
+from ds_muon.ortho.backends import Backend, orthogonalize_into
 from ds_muon.ortho.memory import iterate_views
-from ds_muon.ortho.newton_schulz import arithmetic_for, orthogonalize_into
-from ds_muon.ortho.recipes import OrthoSpec
 from ds_muon.ortho.update import advance_momentum, apply_update, write_direction
 from ds_muon.plan.layout import Fragment
 from ds_muon.plan.memory import buffer_sets
@@ -61,8 +60,8 @@ class StepEngine:
     """Runs the matrix half of steps over one transport, for any number of plans.
 
     Args:
+        backend: how and where Newton-Schulz runs; the exchange runs there too.
         plans: every plan that will be run, so that the buffers are sized once.
-        device: where exchange and Newton-Schulz run.
         crossing: how pieces get there from the leaves; None: the leaves are there.
         inflight: buckets whose exchange may be under way at a time.
         keep_buffers: hold the working memory between steps.
@@ -77,21 +76,21 @@ class StepEngine:
     def __init__(
         self,
         transport: Transport,
-        spec: OrthoSpec,
+        backend: Backend,
         plans: Sequence[Plan],
         *,
-        device: torch.device,
         inflight: int,
         keep_buffers: bool,
         crossing: Crossing | None = None,
         publisher: Publisher | None = None,
     ) -> None:
         self.transport = transport
-        self.device, self.crosses = device, crossing is not None
+        self.backend, self.device = backend, backend.device
+        self.crosses = crossing is not None
         self.publisher = publisher
         self.recorder: Recorder | None = None
-        self._spec = spec
-        self._storage = arithmetic_for(spec, device).storage
+        self._spec = spec = backend.spec
+        self._keep = keep_buffers
         self._plans = tuple(plans)
         self._overlap = inflight > 1
         self._crossing: Crossing = SameMemory() if crossing is None else crossing
@@ -104,7 +103,7 @@ class StepEngine:
             exchange_bytes=max((p.exchange_bytes[rank] for p in plans), default=0),
             sets=buffer_sets(inflight),
             iterate_bytes=max((p.iterate_bytes[rank] for p in plans), default=0),
-            device=device,
+            device=self.device,
             keep=keep_buffers,
         )
 
@@ -143,6 +142,8 @@ class StepEngine:
             if not self.publisher.hidden:
                 self.publisher.settle()
         self.arena.release()
+        if not self._keep:
+            self.backend.forget()
 
     def _finish(
         self, plan: int, number: int, pending: list[Pending], leaves: Sequence[LeafStep]
@@ -199,14 +200,14 @@ class StepEngine:
         """Assemble one matrix, orthogonalise it, update the local part, pack the rest."""
         spec, shape = self._spec, (owned.matrix.rows, owned.matrix.cols)
         bucket, factor = self._schedules[plan][number], self._factors[plan][owned.index]
-        x, matrix, scratch = iterate_views(self.arena.iterate(), *shape, spec, self._storage)
+        x, matrix, scratch = iterate_views(self.arena.iterate(), *shape, spec, self.backend.storage)
         assembled = matrix.view(-1)
         received = self.arena.receive(number, bucket.buffers, spec.wire_dtype, way_in=True)
         for slot in owned.arrivals:
             _in_matrix(assembled, slot).copy_(_in_buffer(received, slot))
         for fragment in owned.local:
             self._direction(fragment, leaves, out=_fragment(assembled, fragment))
-        update = orthogonalize_into(x, matrix, spec, scratch).view(-1)
+        update = orthogonalize_into(x, matrix, self.backend, scratch).view(-1)
         if self.recorder is not None and self.recorder.active:
             self.recorder.matrix(update, leaves[owned.leaf].lr * factor)
         sent = self.arena.send(number, bucket.buffers, spec.compute_dtype, way_in=False)

@@ -22,7 +22,6 @@ from torch import Tensor
 from ds_muon.comm.transport import Transport
 from ds_muon.log import say
 from ds_muon.ortho.chunks import chunks
-from ds_muon.ortho.newton_schulz import orthogonalize
 from ds_muon.ortho.recipes import OrthoSpec
 from ds_muon.ortho.update import lr_factor
 from ds_muon.plan.blocks import Block
@@ -238,8 +237,8 @@ class Verifier:
             held = held.lerp_(grad, 1 - leaf.mu).to(leaf.momentum.dtype).float()
             wire[cut] = (grad.lerp(held, leaf.mu) if spec.nesterov else held).reshape(-1)
         wire = wire.view(matrix.rows, matrix.cols)
-        update = orthogonalize(wire.to(self._engine.device), spec).float().reshape(-1)
-        update = update.to(before.weights.device)
+        update = self._engine.backend.orthogonalize(wire.to(self._engine.device))
+        update = update.float().reshape(-1).to(before.weights.device)
         rows, cols = matrix.rows, matrix.cols
         factor = lr_factor(spec.lr_scale, *((cols, rows) if matrix.transposed else (rows, cols)))
         change = leaf.lr * factor * update

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_muon.comm.agreement import require_agreement
 from ds_muon.comm.strategies import warm_up
 from ds_muon.optimizer import MUON, Binding, MatrixOwnerOptimizer
-from ds_muon.ortho.newton_schulz import arithmetic_for
+from ds_muon.ortho.arithmetic import arithmetic_for
 from ds_muon.plan.plan import Plan
 from ds_muon.planning import plan_run
 from ds_muon.run.step import StepEngine
@@ -69,9 +69,8 @@ def bind_optimizer(engine: Any, optimizer: MatrixOwnerOptimizer) -> None:
         )
     step_engine = StepEngine(
         prepared.row,
-        prepared.spec,
+        prepared.backend,
         plans,
-        device=device,
         inflight=config.max_inflight_buckets,
         keep_buffers=config.preallocate_workspace,
         crossing=crossing_for(engine, device),

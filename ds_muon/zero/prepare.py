@@ -23,7 +23,8 @@ from ds_muon.config import DMuonConfig, parse
 from ds_muon.groups import RoutedGroup, build_groups, group_tags, incoming_groups
 from ds_muon.log import say
 from ds_muon.optimizer import MUON, MatrixOwnerOptimizer
-from ds_muon.ortho.newton_schulz import arithmetic_for
+from ds_muon.ortho.arithmetic import arithmetic_for
+from ds_muon.ortho.backends import Backend, choose_backend
 from ds_muon.ortho.recipes import OrthoSpec, resolve
 from ds_muon.routing import Route, RoutingTable, clean_name, route_parameters
 from ds_muon.zero.hsdp.mesh import Mesh, make_mesh, require_own_groups, require_shard_size
@@ -47,6 +48,7 @@ class Preparation:
     """What was decided before DeepSpeed wrapped the optimizer.
 
     Attributes:
+        backend: how Newton-Schulz runs.
         transport: over all ranks.
         mesh: rows and columns of HSDP.
         attention: modules whose heads QK-clip scales.
@@ -54,6 +56,7 @@ class Preparation:
 
     config: DMuonConfig
     spec: OrthoSpec
+    backend: Backend
     groups: tuple[RoutedGroup, ...]
     transport: DeepSpeedTransport
     mesh: Mesh | None = None
@@ -103,6 +106,9 @@ def build_optimizer(engine: Any, model_parameters: Iterable[Any]) -> MatrixOwner
         raise AssertionError("agreement passed a rank with a problem")
     warnings = [table.require_matrices(), version_warning(version("deepspeed"))]
     say(f"routing, recipe {prepared.config.recipe}\n{table.report()}", rank=transport.rank)
+    if prepared.backend.name != Backend.name:
+        name = prepared.backend.name
+        say(f"ns_backend {name}: updates of every shape are eager's", rank=transport.rank)
     for warning in filter(None, warnings):
         say(warning, rank=transport.rank, level=logging.WARNING)
     optimizer = MatrixOwnerOptimizer([g.as_param_group() for g in prepared.groups], prepared.config)
@@ -135,12 +141,25 @@ def _prepare(
     table = route_parameters(engine.module, config, group_tags(incoming))
     table.require_matrices()
     facts["routing"] = _digest(table)
+    matrices = [p.matrix for r in table.routes.values() for p in r.placements]
+    backend = choose_backend(
+        config.ns_backend,
+        spec,
+        device,
+        {(m.rows, m.cols) for m in matrices},
+        keeps_memory=config.preallocate_workspace,
+    )
     names = {id(p): clean_name(name) for name, p in engine.module.named_parameters()}
     groups = build_groups(incoming, names, table, config)
     attention = () if config.qk_clip is None else find_attention(engine.module)
     facts["attention heads"] = str([(a.heads.name, a.heads.heads, a.heads.keys) for a in attention])
     prepared = Preparation(
-        config=config, spec=spec, groups=groups, transport=transport, attention=attention
+        config=config,
+        spec=spec,
+        backend=backend,
+        groups=groups,
+        transport=transport,
+        attention=attention,
     )
     return prepared, table
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ds_muon.config import parse
-from ds_muon.ortho.newton_schulz import arithmetic_for
+from ds_muon.ortho.arithmetic import arithmetic_for
+from ds_muon.ortho.backends import Backend
 from ds_muon.ortho.recipes import resolve
 from ds_muon.plan.layout import Matrix, Placement, split_parameter_layout
 from ds_muon.plan.traffic import STRATEGIES
@@ -29,8 +30,8 @@ def measured(
     *, params: dict[str, Any], staging: int, block: int, offload: bool = False
 ) -> dict[str, Any]:
     """Run on a rank: one step over ZeRO-3 pieces, with small chunks so that blocks are many."""
-    import ds_muon.ortho.chunks as chunks
     import ds_muon.ortho.newton_schulz as newton_schulz
+    from ds_muon.ortho import arithmetic, chunks, normalise
 
     config = parse(params)
     spec = resolve(config)
@@ -40,7 +41,8 @@ def measured(
     parts = [-(-r * c // world) for r, c in SHAPES]
     with (
         mock.patch.object(chunks, "CHUNK_NUMEL", staging),
-        mock.patch.object(newton_schulz, "CHUNK_NUMEL", staging),
+        mock.patch.object(arithmetic, "CHUNK_NUMEL", staging),
+        mock.patch.object(normalise, "CHUNK_NUMEL", staging),
         mock.patch.object(newton_schulz, "BLOCK_NUMEL", block),
     ):
         layout = split_parameter_layout(
@@ -62,9 +64,8 @@ def measured(
         )
         engine = StepEngine(
             transport,
-            spec,
+            Backend(spec, device),
             [plan],
-            device=device,
             inflight=config.max_inflight_buckets,
             keep_buffers=config.preallocate_workspace,
             crossing=HostBuffers(device, pin=True) if offload else None,
@@ -74,6 +75,7 @@ def measured(
     return {
         "in_step": in_step,
         "arena": engine.arena.nbytes,
+        "prepared": len(engine.backend._ready),
         "planned": plan.peak_bytes()[transport.rank],
         "need": max((o.need_bytes for o in plan.oversize), default=0),
         "staging": plan.workspace.staging_bytes,
@@ -129,3 +131,4 @@ def test_memory_that_is_not_kept_is_allocated_once_per_step() -> None:
     params = {"ns_dtype": "fp32", "workspace_mb": 1, "preallocate_workspace": False}
     for o in ranks.run(2, measured, params=params, staging=2048, block=2**15):
         assert o["arena"] < o["in_step"] <= o["planned"] + 4096
+        assert o["prepared"] == 0, "memory that was given back is held"

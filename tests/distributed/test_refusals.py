@@ -78,6 +78,11 @@ def initialize_error(model: nn.Module, config: dict[str, Any], parameters: Any =
     return "no error"
 
 
+def test_a_backend_that_this_device_cannot_run_is_refused_on_every_rank() -> None:
+    for text in ranks.run(2, error_of, stage=2, params={"ns_backend": "graph"}):
+        assert 'optimizer.params.ns_backend = "graph"' in text and 'use "eager"' in text
+
+
 def bare_low_precision(*, stage: int) -> str:
     """Run on a rank: a bf16 model, and a configuration that does not say so."""
     return initialize_error(models.build("llama").bfloat16(), ds_config(stage, params={"lr": 1e-2}))

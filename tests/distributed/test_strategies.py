@@ -13,6 +13,7 @@ from torch import Tensor
 import ds_muon.run.step as step_module
 from ds_muon.comm.strategies import warm_up
 from ds_muon.config import parse
+from ds_muon.ortho.backends import Backend
 from ds_muon.ortho.recipes import resolve
 from ds_muon.plan.layout import Matrix, Placement, split_parameter_layout
 from ds_muon.plan.memory import buffer_sets
@@ -51,7 +52,11 @@ def restore(*, strategy: str) -> dict[str, Any]:
     plan = plan_layout(layout, config, spec, storage=torch.float32)
     transport = CountingTransport(DeepSpeedTransport())
     engine = StepEngine(
-        transport, spec, [plan], device=torch.device("cpu"), inflight=1, keep_buffers=True
+        transport,
+        Backend(spec, torch.device("cpu")),
+        [plan],
+        inflight=1,
+        keep_buffers=True,
     )
     grad = torch.zeros(sum(parts))
     for matrix, fragments in zip(layout.matrices, layout.fragments, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from ds_muon.config import DMuonConfig, parse, require_stage, reserved_keys
+from ds_muon.config import DMuonConfig, parse, require_stage
 from ds_muon.ortho.recipes import resolve
 
 
@@ -63,20 +63,6 @@ def test_zero_and_false_are_values_and_null_is_not() -> None:
     assert config.muon_lr == 0.0
     assert config.eps == 1e-8
     assert resolve(config).nesterov is False
-
-
-AWAY_FROM_DEFAULT = {
-    "ns_backend": "compile",
-}
-
-
-def test_reserved_keys_are_validated_and_refused_only_away_from_their_default() -> None:
-    assert set(AWAY_FROM_DEFAULT) == set(reserved_keys())
-    for key, value in AWAY_FROM_DEFAULT.items():
-        with pytest.raises(ValueError, match=key):
-            parse({key: value})
-        for allowed in reserved_keys()[key]:
-            assert getattr(parse({key: allowed}), key) == allowed
 
 
 def test_keys_of_the_built_in_are_accepted() -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import ds_muon.ortho.chunks as chunks_module
 from ds_muon.config import parse
-from ds_muon.ortho.newton_schulz import arithmetic_for
+from ds_muon.ortho.arithmetic import arithmetic_for
+from ds_muon.ortho.backends import Backend
 from ds_muon.ortho.recipes import resolve
 from ds_muon.plan.layout import Matrix, Placement, flat_partition_layout
 from ds_muon.planning import plan_layout
@@ -56,7 +57,7 @@ def step_engine(params: dict[str, Any], crossing: HostBuffers | None) -> StepEng
     )
     plan = plan_layout(layout, config, spec, storage=arithmetic_for(spec, CPU).storage)
     return StepEngine(
-        Half(), spec, [plan], device=CPU, inflight=1, keep_buffers=True, crossing=crossing
+        Half(), Backend(spec, CPU), [plan], inflight=1, keep_buffers=True, crossing=crossing
     )
 
 
