@@ -117,7 +117,7 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
         self.config = config
         self.save_name: str | None = None
         self._binding: Binding | None = None
-        self._adam = _inner_adam(config)
+        self._adam = _inner_adam(config, torch.device("cpu"))
 
     @property
     def binding(self) -> Binding | None:
@@ -131,6 +131,8 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
         for leaf in chain.from_iterable(binding.leaf_sets):
             spread = binding.spread is not None
             self.state[leaf] = {} if spread else {MOMENTUM: torch.zeros_like(leaf, dtype=dtype)}
+        for leaf in binding.adamw_leaves[:1]:
+            self._adam = _inner_adam(self.config, leaf.device)
         for leaf in binding.adamw_leaves:
             step_device = leaf.device if self._adam.defaults["fused"] else torch.device("cpu")
             self.state[leaf] = {
@@ -288,8 +290,20 @@ class MatrixOwnerOptimizer(torch.optim.Optimizer):
         return chain.from_iterable(group["params"] for group in self.param_groups)
 
 
-def _inner_adam(config: DMuonConfig) -> torch.optim.Optimizer:
-    """The AdamW half: torch's own, fused except where a recipe promises torch's default bits."""
+def _inner_adam(config: DMuonConfig, device: torch.device) -> torch.optim.Optimizer:
+    """The AdamW half: torch's own, with the fewest launches that a device of leaves offers.
+
+    That is the fused one, or else foreach; a recipe that promises torch's default bits has those.
+    """
     family = torch.optim.AdamW if config.adam_w_mode else torch.optim.Adam
-    fused = None if config.recipe == "torch" else True
-    return family([torch.zeros(1)], betas=config.betas, eps=config.eps, fused=fused)
+    options = {"betas": config.betas, "eps": config.eps}
+    if config.recipe == "torch":
+        return family([torch.zeros(1)], **options)
+    # torch says in a step only that a device has no fused kernel.
+    probe = torch.zeros(1, device=device)
+    probe.grad = torch.zeros_like(probe)
+    try:
+        family([probe], fused=True).step()
+    except RuntimeError:
+        return family([probe], foreach=True, **options)
+    return family([probe], fused=True, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -22,6 +23,23 @@ def read_arguments(description: str, *, stages: Sequence[int]) -> argparse.Names
     return parser.parse_args()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """One table: what its columns and rows are of, and the cells as text."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> list[str]:
+        """Lines of a page."""
+        return [
+            f"| {' | '.join(self.columns)} |",
+            f"|{'---|' * len(self.columns)}",
+            *(f"| {' | '.join(row)} |" for row in self.rows),
+        ]
+
+
 def show(
     title: str,
     columns: Sequence[str],
@@ -34,22 +52,22 @@ def show(
     option: str = "--save",
 ) -> None:
     """Print a table; with `save`, write it under a heading, the command and a text."""
-    table = Table(*columns, title=title)
-    for row in rows:
+    table = Measurements(title=title, columns=columns, rows=rows)
+    print_table(table)
+    if save is not None:
+        wrote = f"`{command} {option} {save}` wrote this page: {title}."
+        write_page(save, [f"# {heading}", "", wrote, "", text, "", *table.markdown()])
+
+
+def print_table(measurements: Measurements) -> None:
+    """Print a table."""
+    table = Table(*measurements.columns, title=measurements.title)
+    for row in measurements.rows:
         table.add_row(*row)
     Console(width=160).print(table)
-    if save is None:
-        return
-    lines = [
-        f"# {heading}",
-        "",
-        f"`{command} {option} {save}` wrote this page: {title}.",
-        "",
-        text,
-        "",
-        f"| {' | '.join(columns)} |",
-        f"|{'---|' * len(columns)}",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
+
+
+def write_page(save: Path, lines: Sequence[str]) -> None:
+    """Write a page of docs/."""
     save.parent.mkdir(parents=True, exist_ok=True)
     save.write_text("\n".join(lines) + "\n")

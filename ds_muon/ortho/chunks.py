@@ -18,6 +18,8 @@ _BYTES_PER_ELEMENT = 10
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split tensors of equal shape alike: (numel,), or the (runs, run) of a strided block."""
+    if tensors[0].numel() <= CHUNK_NUMEL:
+        return iter((tensors,))
     return zip(*(_chunks(t) for t in tensors), strict=True)
 
 

@@ -51,7 +51,7 @@ def write_direction(
     """
     for u, held, new in chunks(out, buffer, grad):
         direction = new.lerp(held.to(new.dtype), momentum) if nesterov else held
-        u.copy_(direction.to(rounded_to))
+        u.copy_(direction if u.dtype == rounded_to else direction.to(rounded_to))
 
 
 @torch.no_grad()

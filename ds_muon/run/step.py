@@ -266,7 +266,8 @@ def _range(leaf: Tensor, fragment: Fragment) -> Tensor:
 
 
 def _momentum(buffer: Tensor, fragment: Fragment) -> Tensor:
-    return view(buffer, fragment.momentum).view(fragment.place.shape)
+    held = view(buffer, fragment.momentum)
+    return held if held.shape == fragment.place.shape else held.view(fragment.place.shape)
 
 
 def _fragment(matrix: Tensor, fragment: Fragment) -> Tensor:

@@ -20,4 +20,5 @@ def view(flat: Tensor, block: Block) -> Tensor:
 
 def packed(flat: Tensor, offset: int, block: Block) -> Tensor:
     """Return `numel` elements that lie together from an offset on, in the block's shape."""
-    return flat[offset : offset + block.numel].view(block.shape)
+    part = flat[offset : offset + block.numel]
+    return part if block.run == block.numel else part.view(block.shape)
