@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small byte-level language model, and two kinds of real text that every machine has."""
+"""A small byte-level language model, its training, and real text that every machine has."""
 
 from __future__ import annotations
 
 import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 CONTEXT = 128
+EVAL_BATCH = 32
 
 
 def read_text(kind: str, *, max_bytes: int = 4_000_000) -> tuple[Tensor, Tensor]:
@@ -92,3 +97,48 @@ class ByteLM(nn.Module):
             x = block(x)
         logits = self.lm_head(self.norm(x)).float()
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One optimizer step: its number from 1, this rank's last loss, and wall and CPU seconds."""
+
+    number: int
+    loss: float
+    seconds: float
+    cpu_seconds: float
+
+
+def training_steps(engine: Any, text: Tensor, *, steps: int, seed: int) -> Iterator[Step]:
+    """Train on random windows; yields after every optimizer step.
+
+    A rank's windows depend on the seed and its rank only, so two optimizers see the same ones.
+    """
+    micro = engine.train_micro_batch_size_per_gpu()
+    generator = torch.Generator().manual_seed(seed * 1000 + engine.global_rank)
+    for number in range(1, steps + 1):
+        started, cpu_started = time.perf_counter(), time.process_time()
+        for _ in range(engine.gradient_accumulation_steps()):
+            loss = engine(sample(text, micro, generator).to(engine.device))
+            engine.backward(loss)
+            engine.step()
+        yield Step(
+            number=number,
+            loss=float(loss.detach()),
+            seconds=time.perf_counter() - started,
+            cpu_seconds=time.process_time() - cpu_started,
+        )
+
+
+@torch.no_grad()
+def held_out_loss(engine: Any, text: Tensor, *, batches: int = 8) -> float:
+    """Mean loss in nats per byte over fixed held-out windows, shared among the ranks."""
+    engine.eval()
+    generator = torch.Generator().manual_seed(1234)
+    total = torch.zeros((), device=engine.device)
+    for _ in range(batches):
+        own = sample(text, EVAL_BATCH, generator).chunk(engine.world_size)[engine.global_rank]
+        total += engine(own.to(engine.device))
+    engine.train()
+    torch.distributed.all_reduce(total)
+    return float(total) / batches / engine.world_size

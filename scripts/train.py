@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
-from byte_lm import CONTEXT, ByteLM, read_text, sample
+from byte_lm import CONTEXT, ByteLM, held_out_loss, read_text, training_steps
 from tqdm import tqdm
 
-EVAL_BATCHES, EVAL_BATCH = 8, 32
 ADAMW_KEYS = ("lr", "weight_decay", "betas", "eps")
 
 
@@ -63,20 +61,6 @@ def load_config(args: argparse.Namespace) -> dict[str, Any]:
     return config
 
 
-@torch.no_grad()
-def held_out_loss(engine: Any, text: torch.Tensor) -> float:
-    """Mean loss in nats per byte over fixed held-out windows, shared among the ranks."""
-    engine.eval()
-    generator = torch.Generator().manual_seed(1234)
-    total = torch.zeros((), device=engine.device)
-    for _ in range(EVAL_BATCHES):
-        own = sample(text, EVAL_BATCH, generator).chunk(engine.world_size)[engine.global_rank]
-        total += engine(own.to(engine.device))
-    engine.train()
-    deepspeed.comm.all_reduce(total)
-    return float(total) / EVAL_BATCHES / engine.world_size
-
-
 def main() -> None:
     args = parse_arguments()
     config = load_config(args)
@@ -89,32 +73,24 @@ def main() -> None:
     )
     if args.start:
         engine.load_checkpoint(args.start, load_module_only=True)
-    micro = engine.train_micro_batch_size_per_gpu()
-    generator = torch.Generator().manual_seed(args.seed * 1000 + engine.global_rank)
     is_first = engine.global_rank == 0
     log: list[dict[str, float]] = []
     tokens_per_step = engine.train_batch_size() * CONTEXT
     bar = tqdm(total=args.steps, disable=not is_first, unit="step", mininterval=1.0)
     training_s = 0.0
-    for step in range(1, args.steps + 1):
-        started = time.perf_counter()
-        for _ in range(engine.gradient_accumulation_steps()):
-            loss = engine(sample(train_text, micro, generator).to(engine.device))
-            engine.backward(loss)
-            engine.step()
-        train_loss = float(loss.detach())
-        training_s += time.perf_counter() - started
+    for step in training_steps(engine, train_text, steps=args.steps, seed=args.seed):
+        training_s += step.seconds
         bar.update()
         bar.set_postfix(
-            loss=f"{train_loss:.3f}", tok_s=f"{step * tokens_per_step / training_s:,.0f}"
+            loss=f"{step.loss:.3f}", tok_s=f"{step.number * tokens_per_step / training_s:,.0f}"
         )
-        if step % args.eval_every == 0 or step == args.steps:
+        if step.number % args.eval_every == 0 or step.number == args.steps:
             held_out = held_out_loss(engine, held_out_text)
-            log.append({"step": step, "train": train_loss, "held_out": held_out})
+            log.append({"step": step.number, "train": step.loss, "held_out": held_out})
             if args.text != "stdlib":
                 log[-1]["held_out_stdlib"] = held_out_loss(engine, first_text)
             if is_first:
-                bar.write(f"step {step}: train {train_loss:.4f}, held-out {held_out:.4f}")
+                bar.write(f"step {step.number}: train {step.loss:.4f}, held-out {held_out:.4f}")
     bar.close()
     if not args.no_checkpoint:
         engine.save_checkpoint(str(args.out / "checkpoint"))
