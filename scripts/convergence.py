@@ -65,10 +65,10 @@ class Run:
 
 
 def append_run(path: Path, run: Run) -> None:
-    """Add a finished run to the file, one JSON object a line."""
+    """Add a finished run to the file as a line of its own, also after one that was cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.write(json.dumps(asdict(run)) + "\n")
+        file.write("\n" + json.dumps(asdict(run)) + "\n")
 
 
 def read_runs(path: Path) -> list[Run]:
