@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scripts import convergence_report
+from scripts import compare_convergence, convergence_report
 from scripts.convergence import (
     Band,
     Cell,
@@ -113,3 +113,53 @@ def test_tables_compare_each_seed_with_its_own_target(tmp_path):
     assert page.read_text() == "a\n<!-- begin x -->\nnew\n<!-- end x -->\nb\n"
     convergence_report.plot(runs, tmp_path / "plot.svg", title="")
     assert (tmp_path / "plot.svg").stat().st_size > 1000
+
+
+class Pretend(compare_convergence.Runner):
+    """A runner whose loss is the distance of lr to the optimizer's best."""
+
+    def __init__(self, **optima: float) -> None:
+        self.optima, self.cells = optima, []
+
+    def run(self, cell: Cell) -> Run:
+        self.cells.append(cell)
+        distance = abs(math.log(cell.lr / self.optima[cell.kind]))
+        return Run(cell=cell, steps=(cell.steps,), losses=(distance,))
+
+
+def test_each_optimizer_is_swept_then_repeated_and_dmuon_is_run_at_adamw_s_lr():
+    runner = Pretend(AdamW=9e-3, DMuon=1.5e-2)
+    found = compare_convergence.compare(runner, CELL, ["AdamW", "DMuon"], seeds=3)
+    assert {kind: run.cell.lr for kind, run in found.items()} == {"AdamW": 8e-3, "DMuon": 1.6e-2}
+    rates = {
+        (kind, seed): [c.lr for c in runner.cells if (c.kind, c.seed) == (kind, seed)]
+        for kind in found
+        for seed in range(3)
+    }
+    assert rates["AdamW", 0] == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
+    assert rates["DMuon", 0] == [8e-3, 1.6e-2, 3.2e-2]
+    assert rates["AdamW", 1] == rates["AdamW", 2] == [8e-3]
+    runner = Pretend(AdamW=2e-3, DMuon=1.5e-2)
+    compare_convergence.compare(runner, CELL, ["AdamW", "DMuon"], seeds=1)
+    assert 2e-3 in [c.lr for c in runner.cells if c.kind == "DMuon"]
+
+
+def test_only_the_optimizer_differs_between_configs():
+    configs = {
+        kind: compare_convergence.cell_config(replace(CELL, kind=kind), 2)
+        for kind in compare_convergence.KINDS
+    }
+    params = {kind: config.pop("optimizer")["params"] for kind, config in configs.items()}
+    zero = {kind: config.pop("zero_optimization") for kind, config in configs.items()}
+    apart = configs.pop("built-in Muon, two lr, no clipping")
+    assert apart | {"gradient_clipping": 1.0} == configs["AdamW"]
+    assert apart["gradient_clipping"] == 0.0
+    assert all(config == configs["AdamW"] for config in configs.values())
+    assert configs["AdamW"]["train_micro_batch_size_per_gpu"] == 1
+    assert {kind for kind, z in zero.items() if not z.get("reduce_scatter", True)} == {
+        "built-in Muon",
+        "built-in Muon, two lr, no clipping",
+    }
+    assert {p["weight_decay"] for p in params.values()} == {0.1}
+    two = params["built-in Muon, two lr, no clipping"]
+    assert (two["muon_lr"], two["adam_lr"]) == (1e-3, 2e-3)
