@@ -35,7 +35,7 @@ from scripts.convergence import Cell, Run, append_run, best, beyond_edge, read_r
 
 CONFIG = Path("ds_config_examples/zero2.json")
 EVAL_EVERY, EVAL_BATCHES = 10, 2
-PARTS = ("narrow", "wide", "finetune", "time")
+PARTS = ("pretrain", "finetune", "time")
 BETAS = [0.9, 0.95]  # DMuon's default, given to the built-in too
 
 
@@ -56,8 +56,8 @@ class Kind:
 
 
 # The built-in clips what it orthogonalised, so that its matrices move far less than lr says and
-# decay as fast as lr says. It is shown with the same config, and at its best: without clipping,
-# and with the lr of the rest of the model apart.
+# decay as fast as lr says. It is shown with the same config, and without clipping, where the lr of
+# the rest of the model is the same or AdamW's best.
 KINDS = {
     "AdamW": Kind(type="AdamW", params={"torch_adam": True}, rates=(1e-3, 2e-3, 4e-3)),
     "DMuon": Kind(type="DMuon", params={}, rates=(8e-3, 1.6e-2, 3.2e-2)),
@@ -65,6 +65,12 @@ KINDS = {
         type="Muon",
         params={"betas": BETAS, "torch_adam": True},
         rates=(8e-3, 1.6e-2, 3.2e-2),
+    ),
+    "built-in Muon, no clipping": Kind(
+        type="Muon",
+        params={"betas": BETAS, "torch_adam": True},
+        rates=(1.6e-2, 3.2e-2, 6.4e-2),
+        clipping=0.0,
     ),
     "built-in Muon, two lr, no clipping": Kind(
         type="Muon",
@@ -212,15 +218,14 @@ def time_steps(runner: Runner, cells: Sequence[Cell], *, rounds: int, steps: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--narrow", type=int, default=64, help="the other width")
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--finetune_steps", type=int, default=120)
+    parser.add_argument("--finetune_steps", type=int, default=60)
     parser.add_argument("--windows", type=int, default=16, help="per step, of all ranks")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--out", type=Path, default=Path("runs/convergence"))
     parser.add_argument("--local_rank", type=int, default=-1)
     args = parser.parse_args()
@@ -230,9 +235,9 @@ def main() -> None:
     # A paused machine is no hang.
     deepspeed.init_distributed(timeout=timedelta(hours=6))
     runner = Runner(args.out)
-    wide = Cell(
+    cell = Cell(
         part="pretrain",
-        kind="",
+        kind="AdamW",
         lr=0.0,
         seed=0,
         width=args.width,
@@ -240,20 +245,14 @@ def main() -> None:
         steps=args.steps,
         windows=args.windows,
     )
-    narrow = replace(wide, width=args.narrow)
-    few = [kind for kind in ("AdamW", "DMuon", "built-in Muon") if kind in args.kinds]
-    for part in args.parts:
-        if part == "narrow":
-            compare(runner, narrow, args.kinds, seeds=args.seeds)
-        elif part == "wide":
-            compare(runner, wide, few, seeds=args.seeds)
-        elif part == "finetune":
-            start = runner.sweep(replace(narrow, kind="AdamW"), KINDS["AdamW"].rates).cell.name
-            cell = replace(narrow, part="finetune", start=start, steps=args.finetune_steps)
-            compare(runner, cell, few, seeds=args.seeds)
+    if "pretrain" in args.parts:
+        compare(runner, cell, args.kinds, seeds=args.seeds)
+    if "finetune" in args.parts:
+        start = runner.sweep(cell, KINDS["AdamW"].rates).cell.name
+        tuned = replace(cell, part="finetune", start=start, steps=args.finetune_steps)
+        compare(runner, tuned, args.kinds, seeds=args.seeds)
     if "time" in args.parts:
-        cells = [replace(narrow, kind=kind, lr=1e-3) for kind in args.kinds]
-        cells += [replace(wide, kind=kind, lr=1e-3) for kind in few]
+        cells = [replace(cell, kind=kind, lr=1e-3) for kind in args.kinds]
         times = time_steps(runner, cells, rounds=6, steps=4)
         if torch.distributed.get_rank() == 0:
             (args.out / "times.json").write_text(json.dumps(times, indent=1) + "\n")

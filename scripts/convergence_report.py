@@ -93,6 +93,8 @@ def carry_over_table(runs_by_width: dict[int, list[Run]]) -> str:
     """DMuon at AdamW's best lr beside both optimizers' best, per width, seed 0."""
     rows = []
     for width, runs in sorted(runs_by_width.items()):
+        if "DMuon" not in kinds_of(runs):
+            continue
         adamw, dmuon = (best(sweep_of(runs, kind)) for kind in (BASE, "DMuon"))
         (same,) = [r for r in sweep_of(runs, "DMuon") if r.cell.lr == adamw.cell.lr]
         reached = steps_to(same, adamw.final)
