@@ -59,7 +59,10 @@ class Kind:
 # decay as fast as lr says. It is shown with the same config, and without clipping, where the lr of
 # the rest of the model is the same or AdamW's best.
 KINDS = {
-    "AdamW": Kind(type="AdamW", params={"torch_adam": True}, rates=(1e-3, 2e-3, 4e-3)),
+    # Its loss has more than one minimum along lr, so its sweep begins wide.
+    "AdamW": Kind(
+        type="AdamW", params={"torch_adam": True}, rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+    ),
     "DMuon": Kind(type="DMuon", params={}, rates=(8e-3, 1.6e-2, 3.2e-2)),
     "built-in Muon": Kind(
         type="Muon",

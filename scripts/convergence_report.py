@@ -3,7 +3,8 @@
 
 python -m scripts.convergence_report --save docs/results
 
-Without --save the tables are printed. Nothing is trained here; what was not run is left out.
+Tables that the page has no markers for are printed, all of them without --save. Nothing is trained
+here; what was not run is left out.
 """
 
 from __future__ import annotations
@@ -189,10 +190,11 @@ def main() -> None:
     if times:
         sections["times"] = times_table(times)
     for name, text in sections.items():
-        if args.save is None:
-            print(f"{name}\n\n{text}\n")
+        page = args.save and args.save.with_suffix(".md")
+        if page is not None and BEGIN.format(name) in page.read_text():
+            splice(page, name, text)
         else:
-            splice(args.save.with_suffix(".md"), name, text)
+            print(f"{name}\n\n{text}\n")
     if args.save is not None:
         args.save.mkdir(parents=True, exist_ok=True)
         for name, own in groups.items():
