@@ -128,17 +128,17 @@ class Pretend(compare_convergence.Runner):
 
 
 def test_each_optimizer_is_swept_then_repeated_and_dmuon_is_run_at_adamw_s_lr():
-    runner = Pretend(AdamW=9e-3, DMuon=1.5e-2)
+    runner = Pretend(AdamW=3e-2, DMuon=1.5e-2)
     found = compare_convergence.compare(runner, CELL, ["AdamW", "DMuon"], seeds=3)
-    assert {kind: run.cell.lr for kind, run in found.items()} == {"AdamW": 8e-3, "DMuon": 1.6e-2}
+    assert {kind: run.cell.lr for kind, run in found.items()} == {"AdamW": 3.2e-2, "DMuon": 1.6e-2}
     rates = {
         (kind, seed): [c.lr for c in runner.cells if (c.kind, c.seed) == (kind, seed)]
         for kind in found
         for seed in range(3)
     }
-    assert rates["AdamW", 0] == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
+    assert rates["AdamW", 0] == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2]
     assert rates["DMuon", 0] == [8e-3, 1.6e-2, 3.2e-2]
-    assert rates["AdamW", 1] == rates["AdamW", 2] == [8e-3]
+    assert rates["AdamW", 1] == rates["AdamW", 2] == [3.2e-2]
     runner = Pretend(AdamW=2e-3, DMuon=1.5e-2)
     compare_convergence.compare(runner, CELL, ["AdamW", "DMuon"], seeds=1)
     assert 2e-3 in [c.lr for c in runner.cells if c.kind == "DMuon"]
