@@ -49,9 +49,9 @@ def save_whole(engine: Any, optimizer: MatrixOwnerOptimizer, transport: Transpor
         finally:
             optimizer.save_name = None
         # What an earlier save into this tag wrote, at another stage or size, and this one did not.
-        stale = [path for path, at in _written(folder).items() if old.get(path) == at]
-        for path in stale if transport.rank == 0 else ():
-            path.unlink()
+        if transport.rank == 0:
+            for path in [path for path, at in _written(folder).items() if old.get(path) == at]:
+                path.unlink()
         if own_latest:
             if transport.rank == 0:
                 _write_latest(Path(save_dir), tag)
