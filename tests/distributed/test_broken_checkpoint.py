@@ -312,6 +312,7 @@ def test_what_no_group_trains_is_checked_and_filled(stage: int, target: int) -> 
             assert out["fits"] == out["loose"] == out["module"] == []
 
 
+@torch._dynamo.config.patch(disable=False)
 def rewrapped(*, folder: str) -> dict[str, Any]:
     """Run on a rank: a plain model's checkpoint into a compiled one of the same shape."""
     config, weights = ds_config(2, params=PARAMS), []

@@ -226,6 +226,7 @@ def test_a_parameter_that_is_not_the_models_is_an_error() -> None:
     assert "not a parameter of the model" in ranks.run(1, foreign_parameter)[0]
 
 
+@torch._dynamo.config.patch(disable=False)
 def compiled(how: str, stage: int) -> tuple[str, str]:
     """Run on a rank: the error at start, or else the weights' bits after a step."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))

@@ -181,8 +181,9 @@ def watched(*, steps: int) -> list[bool]:
 
 
 # Case C12 (nanochat#843): inputs of a collective live until it was waited for.
-def test_two_hundred_steps_with_two_buckets_in_flight() -> None:
-    for same in ranks.run(4, watched, steps=200, timeout_s=300):
+@pytest.mark.parametrize("steps", [50, 200])
+def test_many_steps_with_two_buckets_in_flight(steps: int) -> None:
+    for same in ranks.run(4, watched, steps=steps, timeout_s=300):
         assert all(same)
 
 

@@ -170,6 +170,8 @@ def _serve(
     )
     # DeepSpeed refuses fp16 on a CPU without fp16 products; here it only needs to be right.
     deepspeed.get_accelerator().is_fp16_supported = lambda: True
+    # The built-in Muon compiles its iteration for every shape, which takes longer than a test.
+    torch._dynamo.config.disable = True
     deepspeed.logger.setLevel("WARNING")
     deepspeed.init_distributed(
         dist_backend="gloo",
