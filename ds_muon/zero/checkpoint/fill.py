@@ -18,7 +18,6 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_muon.checkpoint.pieces import Shard
 from ds_muon.optimizer import MatrixOwnerOptimizer
-from ds_muon.routing import clean_name
 from ds_muon.zero.checkpoint.contents import SavedWeights
 from ds_muon.zero.checkpoint.files import SavedTag
 from ds_muon.zero.seams import private
@@ -32,22 +31,14 @@ class Source:
     """A checkpoint that this run takes by parameter name.
 
     Attributes:
-        model: rank 0's model file.
         weights: of all parameters, trained or not.
         scaler: loss scale and the like.
     """
 
     tag: SavedTag
-    model: Mapping[str, Any]
     shards: Sequence[Shard]
     weights: SavedWeights
     scaler: Mapping[str, Any]
-
-
-def wraps_otherwise(module: torch.nn.Module, saved: Mapping[str, Any]) -> bool:
-    """Whether a saved state dict has this module's parameters under other raw names."""
-    missing = [name for name, _ in module.named_parameters() if name not in saved]
-    return not {clean_name(name) for name in missing}.isdisjoint(map(clean_name, saved))
 
 
 def fill_weights(wrapper: Any, optimizer: MatrixOwnerOptimizer) -> None:

@@ -54,9 +54,8 @@ from ds_muon.zero.checkpoint.fill import (
     fill_weights,
     fit_scheduler,
     require_scheduler,
-    wraps_otherwise,
 )
-from ds_muon.zero.checkpoint.rest import Rest
+from ds_muon.zero.checkpoint.rest import Rest, wraps_otherwise
 from ds_muon.zero.seams import override, private
 from ds_muon.zero.wrapping import replaced
 
@@ -264,7 +263,7 @@ class CheckpointLoader:
         else:
             shards, scaler = read_tag(tag, model, states=states), scaler_of(tag, model)
         weights = SavedWeights(tag, model, shards)
-        return Source(tag=tag, model=model, shards=shards, weights=weights, scaler=scaler)
+        return Source(tag=tag, shards=shards, weights=weights, scaler=scaler)
 
     def _rest(self) -> Rest:
         groups = self._optimizer.preparation.groups

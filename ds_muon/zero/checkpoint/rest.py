@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import deepspeed
 from torch import nn
@@ -103,3 +104,9 @@ def _entries(module: nn.Module) -> Iterator[str]:
         has_extra = type(part).get_extra_state is not nn.Module.get_extra_state
         for name in itertools.chain(own, [_EXTRA_STATE] if has_extra else []):
             yield f"{prefix}.{name}" if prefix else name
+
+
+def wraps_otherwise(module: nn.Module, saved: Mapping[str, Any]) -> bool:
+    """Whether a saved state dict has this module's parameters under other raw names."""
+    missing = [name for name, _ in module.named_parameters() if name not in saved]
+    return not {clean_name(name) for name in missing}.isdisjoint(map(clean_name, saved))
