@@ -123,7 +123,10 @@ class DMuonConfig(_Keys):
     ns_method: NsMethod | None = Field(
         None, description="standard, gram, or auto (gram where it is safe and pays)"
     )
-    ns_dtype: DtypeName | None = Field(None, description="compute dtype; null = the recipe's")
+    ns_dtype: DtypeName | None = Field(
+        None,
+        description="compute dtype; null = the recipe's, or fp32 on a CPU without its instructions",
+    )
     wire_dtype: Literal["bf16", "fp32"] | None = Field(
         None, description="dtype every momentum piece is rounded to; null = by ns_dtype"
     )

@@ -44,7 +44,7 @@ def plan_layout(
         exchange=config.exchange,
         sets=buffer_sets(config.max_inflight_buckets),
         wire_bytes=spec.wire_dtype.itemsize,
-        update_bytes=spec.compute_dtype.itemsize,
+        update_bytes=spec.update_dtype.itemsize,
         staging_bytes=staging_bytes(largest),
     )
     return build_plan(layout, model, owner_scope=config.owner_scope, workspace=workspace)

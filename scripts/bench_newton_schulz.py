@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time Newton-Schulz per shape and dtype beside other routines and a GEMM, in the same run.
 
-python -m scripts.bench_newton_schulz --shapes 512x512 512x2048 --dtypes bf16 fp32
+python -m scripts.bench_newton_schulz --shapes 512x512 512x2048 --dtypes default fp32
 python -m scripts.bench_newton_schulz --config ds_config.json --model PATH --save costs.json
 
 --save writes the table that `owner_costs` reads: seconds of one orthogonalisation per shape.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ds_muon.config import parse
 from ds_muon.ortho.backends import Backend
-from ds_muon.ortho.recipes import OrthoSpec, resolve
+from ds_muon.ortho.recipes import DTYPES, OrthoSpec, resolve
 from ds_muon.plan.costs import CostModel
 from ds_muon.preview.config_file import read_config
 from ds_muon.preview.model import build_model
@@ -38,8 +38,8 @@ SHAPES = (
 COLUMNS = (
     "rows x cols",
     "dtype",
-    "standard, ms",
-    "gram, ms",
+    "ours, ms",
+    "form",
     "torch.optim.Muon, ms",
     "DeepSpeed standard, ms",
     "DeepSpeed gram, ms",
@@ -47,22 +47,22 @@ COLUMNS = (
     "GEMM, Gflop/s",
     "ours / GEMM",
 )
+# What everyone takes on the device.
+DEFAULT = "default"
 # Seconds that a candidate runs at a time, so that it does not only meet the caches of the others.
 _TURN = 0.01
 PEERS = ("torch.optim.Muon", "DeepSpeed standard", "DeepSpeed gram")
 TEXT = """Medians of runs that take turns; with `--clock cpu` of the process's own time, for a
-machine that others use too. Ours is what the step engine runs: the default recipe with
-`ns_method` standard, and gram where that dtype allows it; "ours" in a ratio is what
-`ns_method: auto` takes. In rows of bf16 the others run in the dtypes that they take on
-this device: bf16, and for DeepSpeed's gram fp16, or fp32 on a CPU; the ratio leaves
-fp32 out there. In rows of fp32 all of them run in fp32: torch's with its one cast
-replaced, DeepSpeed's with its choice of dtype replaced. A `~` is one run, and `>` was
+machine that others use too. Ours is what the step engine runs with the default recipe,
+in the form that it takes. In rows of `default` everyone runs in the dtype that it takes on
+this device, which is named: torch and DeepSpeed's standard form take bf16, DeepSpeed's gram
+form fp16, and fp32 on a CPU; we take bf16, and fp32 on a CPU without bf16 instructions, where
+bf16 products take a hundred times longer. In rows of fp32 all run in fp32: torch's with its
+one cast replaced, DeepSpeed's with its choice of dtype replaced. A `~` is one run, and `>` was
 not run because its rate on smaller shapes foretold more than the limit. The GEMM is the
 faster of `mm` and `baddbmm` of (short, short) and (short, long) in the dtype that our
 iterates are stored in; "ours / GEMM" is the flops of the standard or gram formula per
-second over that rate, and exceeds 1 where half of a symmetric product was not computed.
-Without bf16 instructions a CPU multiplies bf16 a hundred times slower than fp32; there
-our iterates are fp32 and every product is rounded to bf16."""
+second over that rate, and exceeds 1 where half of a symmetric product was not computed."""
 
 
 class Clock:
@@ -154,30 +154,26 @@ def row(shape: Shape, dtype: str, device: torch.device, turns: Turns, seconds: f
     """Time one shape in one dtype."""
     from scripts.newton_schulz_peers import peers
 
-    specs = {"standard": resolve(parse({"ns_dtype": dtype, "ns_method": "standard"}))}
-    if dtype != "bf16" and shape[0] != shape[1]:
-        specs["gram"] = resolve(parse({"ns_dtype": dtype, "ns_method": "gram"}))
-    auto = resolve(parse({"ns_dtype": dtype, "ns_method": "auto"}))
-    chosen = "gram" if auto.uses_gram(*shape) else "standard"
+    spec = resolve(parse({} if dtype == DEFAULT else {"ns_dtype": dtype}), device)
     source = torch.randn(shape, device=device)
-    own = {name: ours(shape, spec, device) for name, spec in specs.items()}
-    others = {name: lambda f=f: f(source.clone()) for name, f in peers(auto.compute_dtype).items()}
-    storage = Backend(auto, device).storage
-    flops = cost_model(auto).flops(*shape)
-    found = turns.medians({**own, **others, **gemms(shape, storage, device)}, flops, seconds)
-    alike = PEERS[:2] if dtype == "bf16" and device.type == "cpu" else PEERS
-    best, bound = min(_at_least(found[name]) for name in alike)
+    theirs = peers(None if dtype == DEFAULT else spec.compute_dtype)
+    others = {name: lambda f=f: f(source.clone()) for name, f in theirs.items()}
+    products = gemms(shape, Backend(spec, device).storage, device)
+    flops = cost_model(spec).flops(*shape)
+    found = turns.medians({"ours": ours(shape, spec, device), **others, **products}, flops, seconds)
+    best, bound = min(_at_least(found[name]) for name in PEERS)
+    names = {value: key for key, value in DTYPES.items()}
     one = 2 * min(shape) ** 2 * max(shape)
     ceiling = max(one / found["mm"], 4 * one / found["baddbmm"])
     return [
         f"{shape[0]} x {shape[1]}",
-        dtype,
-        shown(found["standard"]),
-        shown(found.get("gram", "-")),
+        f"{dtype}, {names[spec.compute_dtype]}" if dtype == DEFAULT else dtype,
+        shown(found["ours"]),
+        "gram" if spec.uses_gram(*shape) else "standard",
         *(shown(found[name]) for name in PEERS),
-        f"{bound}{best / found[chosen]:.2f}",
+        f"{bound}{best / found['ours']:.2f}",
         f"{ceiling / 1e9:,.1f}",
-        f"{flops / found[chosen] / ceiling:.2f}",
+        f"{flops / found['ours'] / ceiling:.2f}",
     ]
 
 
@@ -272,7 +268,9 @@ def batch_row(shape: Shape, count: int, device: torch.device, turns: Turns) -> l
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=SHAPES.split(), metavar="RxC")
-    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"])
+    parser.add_argument(
+        "--dtypes", nargs="+", default=[DEFAULT, "fp32"], choices=[DEFAULT, *DTYPES]
+    )
     parser.add_argument("--model", help="as for `ds_muon plan`; its matrices' shapes are timed")
     parser.add_argument("--config", type=Path, help="ds_config.json, for the recipe of --save")
     parser.add_argument("--seconds", type=float, default=4.0, help="per shape and dtype")
@@ -286,16 +284,16 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def shapes_of(args: argparse.Namespace) -> tuple[list[Shape], OrthoSpec]:
+def shapes_of(args: argparse.Namespace, device: torch.device) -> tuple[list[Shape], OrthoSpec]:
     """What is timed, by size, and the recipe of --save."""
     config = read_config(args.config or {"optimizer": {"type": "DMuon"}})
     if args.model:
         subject = read_subject(build_model(args.model), config)
         matrices = [p.matrix for route in subject.muon for p in route.placements]
-        shapes, spec = {(m.rows, m.cols) for m in matrices}, subject.spec
+        shapes = {(m.rows, m.cols) for m in matrices}
     else:
-        spec = resolve(config.params)
         shapes = {tuple(map(int, s.split("x"))) for s in args.shapes}
+    spec = resolve(config.params, device)
     return sorted(shapes, key=lambda s: (min(s) ** 2 * max(s), s)), spec
 
 
@@ -335,7 +333,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    shapes, spec = shapes_of(args)
+    shapes, spec = shapes_of(args, device)
     turns = Turns(Clock(device, args.clock), args.peer_limit)
     title = f"{device}, torch {torch.__version__}, {torch.get_num_threads()} thread(s)"
     if args.save:

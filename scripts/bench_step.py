@@ -4,8 +4,8 @@
 python -m scripts.bench_step --save docs/benchmarks/step.md
 
 The optimizers' engines live in the same ranks and take turns (step_timing.py), so that ratios hold
-on a busy machine. All stages are run at the most ranks and the first width; fewer ranks and other
-widths at the last stage, without the built-in's standard form, which takes long on a CPU.
+on a busy machine. All sizes and stages are run at the most ranks, the first size and the last stage
+at fewer. The built-in's standard form takes long on a CPU and is run at the smallest size only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from scripts.step_timing import (
     BUILT_IN,
     CLOCK,
     DMUON,
-    GRAM,
     HIDDEN,
     PROCESSOR,
     SLOW,
@@ -50,11 +49,13 @@ TEXT = (
     "the most on any rank; ZeRO's buckets are set to 2^20 elements. Launches are torch's operators "
     "of `engine.step()` that are no views.\n\n"
     "On a CPU nothing is compiled and AdamW is torch's fused one. The built-in's default is the "
-    "Gram form in fp16, and in fp32 where a CPU has no fp16 instructions; `standard` is the "
-    "function that DMuon's default computes, in the device's own bf16 products, and has one turn. "
-    "DMuon forms bf16 products in fp32 and rounds them, where a CPU has no bf16 instructions. "
-    "`Gram form` computes in the form and dtype of the built-in's default; `hidden gather` is "
-    "`hide_param_gather`."
+    "Gram form in fp16, and in fp32 where a CPU has no fp16 instructions; DMuon's is the standard "
+    "form in bf16, and where a CPU has no bf16 instructions fp32, in the Gram form where it pays. "
+    "`standard` is the built-in with the device's own bf16 products in the standard form, and has "
+    "one turn. `hidden gather` is `hide_param_gather`. Few tokens make the optimizer's part of an "
+    "iteration large: with real batches all ratios of whole iterations come closer to 1.\n\n"
+    "Under ZeRO-1 and 2 the built-in iterates a matrix on every rank that holds a part of it, "
+    "during backward; the table of Newton-Schulz says how many iterations that makes."
 )
 
 
@@ -99,11 +100,11 @@ class Cell:
     @property
     def place(self) -> list[str]:
         """The cells that say where a row belongs."""
-        return [str(self.stage), str(self.ranks), str(self.size.width)]
+        return [str(n) for n in (self.stage, self.ranks, self.size.width, self.size.layers)]
 
 
-KINDS = [ADAMW, BUILT_IN, SLOW, DMUON, GRAM, HIDDEN]
-PLACE = ("stage", "ranks", "width")
+KINDS = [ADAMW, BUILT_IN, SLOW, DMUON, HIDDEN]
+PLACE = ("stage", "ranks", "width", "layers")
 
 
 def _ms(seconds: float) -> str:
@@ -188,6 +189,8 @@ def newton_schulz(cells: Sequence[Cell], clock: str) -> Measurements:
     """DMuon's Newton-Schulz beside products of the same run, and what an iteration may take."""
     columns = (
         *PLACE,
+        "matrices",
+        "iterations of the built-in",
         "Gflop, all ranks",
         "busiest / mean",
         "ms, mean of ranks",
@@ -207,6 +210,8 @@ def newton_schulz(cells: Sequence[Cell], clock: str) -> Measurements:
         rows.append(
             [
                 *cell.place,
+                str(cell.results[0].matrices),
+                str(cell.results[0].built_in_iterations),
                 f"{sum(flops) / 1e9:.2f}",
                 f"{max(flops) / mean:.2f}",
                 _ms(spent),
@@ -231,16 +236,16 @@ def tables_of(cells: Sequence[Cell]) -> list[Measurements]:
 
 
 def run_cells(args: argparse.Namespace) -> list[Cell]:
-    """All stages at the most ranks; fewer ranks and other widths at the last stage."""
-    most, first, last = max(args.ranks), args.widths[0], args.stages[-1]
-    places = [(most, stage, first) for stage in args.stages]
-    growth = [(n, last, first) for n in sorted(args.ranks) if n != most]
-    growth += [(most, last, width) for width in args.widths[1:]]
+    """All sizes and stages at the most ranks; the first size and the last stage at fewer."""
+    most, last = max(args.ranks), args.stages[-1]
+    places = [(most, stage, size) for size in args.sizes for stage in args.stages]
+    places += [(n, last, args.sizes[0]) for n in sorted(args.ranks) if n != most]
+    smallest = min(args.sizes)
     cells = []
-    for world, stage, width in places + growth:
-        size = Size(width=width, layers=args.layers, batch=args.batch, length=args.length)
+    for world, stage, (width, layers) in places:
+        size = Size(width=width, layers=layers, batch=args.batch, length=args.length)
         left_out = {HIDDEN} if stage == 3 else set()
-        left_out |= {SLOW} if (world, stage, width) in growth else set()
+        left_out |= set() if (world, (width, layers)) == (most, smallest) else {SLOW}
         kinds = [k for k in args.optimizers if k not in left_out]
         results = ranks.run(
             world,
@@ -257,15 +262,25 @@ def run_cells(args: argparse.Namespace) -> list[Cell]:
     return cells
 
 
+def _size(text: str) -> tuple[int, int]:
+    width, layers = text.split("x")
+    return int(width), int(layers)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--widths", type=int, nargs="+", default=[256, 384])
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument(
+        "--sizes",
+        type=_size,
+        nargs="+",
+        default=[(512, 2), (256, 2), (256, 8)],
+        help="width x layers, such as 512x2",
+    )
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
-    parser.add_argument("--length", type=int, default=16, help=f"bytes, at most {CONTEXT}")
-    parser.add_argument("--turns", type=int, default=8, help="of each optimizer; two counted each")
+    parser.add_argument("--length", type=int, default=4, help=f"bytes, at most {CONTEXT}")
+    parser.add_argument("--turns", type=int, default=6, help="of each optimizer; two counted each")
     parser.add_argument(
         "--optimizers",
         nargs="+",
@@ -285,24 +300,24 @@ def main() -> None:
     cells = run_cells(args)
     parameters = cells[0].results[0].parameters
     about = (
-        f"{args.layers} layers, {args.batch} sequence(s) of {args.length} bytes of Python's "
+        f"{args.batch} sequence(s) of {args.length} bytes of Python's "
         "standard library per rank, GPT-2's initialisation"
     )
     if args.save is None:
         return
-    numbers = [("ranks", args.ranks), ("widths", args.widths), ("stages", args.stages)]
+    sizes = [f"{width}x{layers}" for width, layers in args.sizes]
+    numbers = [("ranks", args.ranks), ("sizes", sizes), ("stages", args.stages)]
     command = "python -m scripts.bench_step " + " ".join(
         f"--{name} {' '.join(map(str, values))}" for name, values in numbers
     )
-    command += f" --layers {args.layers} --batch {args.batch} --length {args.length}"
-    command += f" --turns {args.turns}"
+    command += f" --batch {args.batch} --length {args.length} --turns {args.turns}"
     if args.optimizers != KINDS:
         command += "".join([" --optimizers", *(f" '{kind}'" for kind in args.optimizers)])
     lines = [
         "# The step, timed",
         "",
-        f"`{command} --save {args.save}` wrote this page: bf16, {parameters:,} parameters at width "
-        f"{args.widths[0]}, on {accelerator or f'a CPU of {os.cpu_count()} cores'}, "
+        f"`{command} --save {args.save}` wrote this page: bf16, {parameters:,} parameters at "
+        f"{sizes[0]}, on {accelerator or f'a CPU of {os.cpu_count()} cores'}, "
         f"torch {torch.__version__}.",
         "",
         TEXT,

@@ -63,7 +63,8 @@ KINDS = {
     "AdamW": Kind(
         type="AdamW", params={"torch_adam": True}, rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
     ),
-    "DMuon": Kind(type="DMuon", params={}, rates=(8e-3, 1.6e-2, 3.2e-2)),
+    # In the arithmetic that it has on a GPU, wherever this runs.
+    "DMuon": Kind(type="DMuon", params={"ns_dtype": "bf16"}, rates=(8e-3, 1.6e-2, 3.2e-2)),
     "built-in Muon": Kind(
         type="Muon",
         params={"betas": BETAS, "torch_adam": True},
@@ -83,7 +84,9 @@ KINDS = {
         clipping=0.0,
     ),
     "DMuon, keller": Kind(
-        type="DMuon", params={"recipe": "keller"}, rates=(1.6e-2, 3.2e-2, 6.4e-2)
+        type="DMuon",
+        params={"recipe": "keller", "ns_dtype": "bf16"},
+        rates=(1.6e-2, 3.2e-2, 6.4e-2),
     ),
     "AdamW, beta2 0.95": Kind(
         type="AdamW", params={"betas": BETAS, "torch_adam": True}, rates=(1e-3, 2e-3, 4e-3)

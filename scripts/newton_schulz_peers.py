@@ -48,14 +48,10 @@ def deepspeed_muon(method: str, dtype: torch.dtype | None) -> Routine:
     return run
 
 
-def peers(dtype: torch.dtype) -> dict[str, Routine]:
-    """Name -> routine: each in its own dtype where that is the asked one's kind, else in `dtype`.
-
-    DeepSpeed's gram routine takes fp16 where the others take bf16, and fp32 on a CPU.
-    """
-    own = dtype == torch.bfloat16
+def peers(dtype: torch.dtype | None) -> dict[str, Routine]:
+    """Name -> routine; dtype None: each in the one that it takes on this device."""
     return {
-        "torch.optim.Muon": torch_muon(dtype),
-        "DeepSpeed standard": deepspeed_muon("standard", None if own else dtype),
-        "DeepSpeed gram": deepspeed_muon("gram", None if own else dtype),
+        "torch.optim.Muon": torch_muon(dtype or torch.bfloat16),
+        "DeepSpeed standard": deepspeed_muon("standard", dtype),
+        "DeepSpeed gram": deepspeed_muon("gram", dtype),
     }

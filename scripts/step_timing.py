@@ -38,8 +38,6 @@ ADAMW, BUILT_IN, DMUON = "AdamW", "built-in Muon", "DMuon"
 # A CPU without bf16 instructions takes seconds for a step of this; it has one turn.
 SLOW = f"{BUILT_IN}, standard"
 HIDDEN = f"{DMUON}, hidden gather"
-# The form and the dtype that the built-in takes by default.
-GRAM = f"{DMUON}, Gram form"
 # ZeRO preallocates buckets of this many elements; its default is a gigabyte.
 BUCKET = 2**20
 
@@ -125,12 +123,16 @@ class RankResult:
         matrix_rate, model_rate: flops per second, by kind of time, of products of DMuon's matrices
             in the arithmetic of its Newton-Schulz, and of the model's in the training dtype; while
             all ranks run theirs.
+        matrices, built_in_iterations: how many there are, and how often all ranks together iterate
+            one with the built-in: under ZeRO-1/2 wherever a part of one lies.
     """
 
     measured: list[Measured]
     matrix_rate: dict[str, float]
     model_rate: dict[str, float]
     parameters: int
+    matrices: int
+    built_in_iterations: int
 
 
 def optimizer_section(kind: str) -> dict[str, Any]:
@@ -146,9 +148,6 @@ def optimizer_section(kind: str) -> dict[str, Any]:
         form = {"ns_method": "standard"} if kind == SLOW else {}
         return {"type": "Muon", "params": {"lr": 1e-3, **adam, **form}}
     more: dict[str, Any] = {"hide_param_gather": True} if kind == HIDDEN else {}
-    if kind == GRAM:
-        fp16 = deepspeed.get_accelerator().is_fp16_supported()
-        more = {"ns_method": "gram", "ns_dtype": "fp16" if fp16 else "fp32"}
     return {"type": DMUON, "params": {"lr": 1e-3, **more}}
 
 
@@ -305,6 +304,7 @@ def measure(*, kinds: Sequence[str], stage: int, size: Size, turns: int) -> Rank
     subjects = [Subject(kind, stage, size, batches) for kind in kinds]
     own = next(s for s in subjects if s.plans)
     matrices = [matrix for plan in own.plans for matrix in plan.layout.matrices]
+    held = [len({p.rank for p in ps}) for plan in own.plans for ps in plan.layout.fragments]
     spec = own.engine.basic_optimizer.preparation.spec
     ours, models = _products(matrices, spec, size, device)
     for turn in range(turns):
@@ -322,4 +322,6 @@ def measure(*, kinds: Sequence[str], stage: int, size: Size, turns: int) -> Rank
         matrix_rate=ours.rate(),
         model_rate=models.rate(),
         parameters=sum(p.numel() for p in size.model().parameters()),
+        matrices=len(matrices),
+        built_in_iterations=len(matrices) if stage == 3 else sum(held),
     )

@@ -164,10 +164,10 @@ def _own_speed(read: ConfigFile, spec: OrthoSpec, machine: Machine) -> Iterator[
                 f'recipe "{config.recipe}" multiplies in {dtype} as torch does, which this CPU '
                 "does more than a hundred times slower than fp32; ns_dtype fp32 avoids it"
             )
-        else:
+        elif config.ns_dtype is not None:
             yield _speed(
-                f"Newton-Schulz in {dtype} is emulated on this CPU (fp32 products, each rounded): "
-                "ns_dtype fp32 costs no more here, and gives other bits"
+                f'ns_dtype = "{config.ns_dtype}" is emulated on this CPU (fp32 products, each '
+                "rounded); without the key Newton-Schulz computes in fp32 here, which is faster"
             )
     if machine.accelerator == "cpu" and read.low_precision and not machine.bf16_products:
         yield _speed("16-bit forward and backward are slow on this CPU; train in fp32 here")

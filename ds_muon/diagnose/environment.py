@@ -149,7 +149,7 @@ def _devices(machine: Machine) -> Iterator[Finding]:
 
 
 def _products(machine: Machine) -> Iterator[Finding]:
-    """Only a CPU can lack them; ortho/newton_schulz.py's arithmetic_for decides alike."""
+    """Only a CPU can lack them; ortho/instructions.py decides alike."""
     if machine.accelerator != "cpu":
         return
     known = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
@@ -164,9 +164,8 @@ def _products(machine: Machine) -> Iterator[Finding]:
         either = " or ".join(lacking)
         yield _hint(
             "products",
-            f"this CPU has no {either} products{flags}: Newton-Schulz in {either} runs in fp32 and "
-            f"rounds every product, so ns_dtype fp32 is no slower here; forward and backward in "
-            f"{either} are slow",
+            f"this CPU has no {either} products{flags}: Newton-Schulz computes in fp32 here unless "
+            f"ns_dtype is set; forward and backward in {either} are slow",
         )
 
 

@@ -77,13 +77,15 @@ def probe_machine() -> Machine:
     """Read the facts; takes some seconds, since it imports DeepSpeed."""
     import torch
 
+    from ds_muon.ortho.instructions import multiplies
+
     cpu, flags = _cpu()
     return Machine(
         versions={"python": platform.python_version(), **{p: _version(p) for p in PACKAGES}},
         cpu=cpu,
         cpu_flags=flags,
-        bf16_products=torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        fp16_products=torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+        bf16_products=multiplies(torch.bfloat16, torch.device("cpu")),
+        fp16_products=multiplies(torch.float16, torch.device("cpu")),
         cores=len(os.sched_getaffinity(0)),
         omp_threads=os.environ.get("OMP_NUM_THREADS"),
         launcher=_beside_python("deepspeed"),

@@ -81,11 +81,11 @@ class Backend:
         """Orthogonalise one (rows, cols) matrix in new memory, as the steps do in theirs.
 
         Returns:
-            (rows, cols) in the compute dtype.
+            (rows, cols) in the dtype of updates.
         """
         x, into, scratch = self.new_memory((matrix.shape[0], matrix.shape[1]))
         into.copy_(matrix)
-        return self.build(x, into, scratch)().to(self.spec.compute_dtype)
+        return self.build(x, into, scratch)().to(self.spec.update_dtype)
 
     def new_memory(self, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
         """Allocate what `ready` takes, laid out as in the steps; see iterate_views."""
@@ -250,7 +250,7 @@ def require_same_updates(backend: Backend, shape: Shape) -> None:
         found.append(backend.ready(x, matrix, scratch)().float().clone())
     backend.forget()
     gap = float((found[0] - expected).norm() / expected.norm())
-    allowed = 0.0 if backend.exact else tolerance(spec.compute_dtype)
+    allowed = 0.0 if backend.exact else tolerance(spec.update_dtype)
     repeats = torch.equal(found[0], found[1])
     if not (repeats and gap <= allowed):
         what = (

@@ -7,7 +7,7 @@ Never does: iterate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Triple = tuple[float, float, float]
 
@@ -21,12 +21,15 @@ class CoefficientSet:
         repeats: the one triple may be repeated for any number of steps.
         gram_restarts: number of steps -> the steps before which the Gram form recomputes X X^T.
             Absent: the Gram form of this set loses orthogonality and is refused.
+        standin_restarts: the same where fp32 stands in for bf16, if fewer will do: the error stays
+            below a tenth of that of bf16 products, whatever the spectrum.
         source: where the numbers were published.
     """
 
     triples: tuple[Triple, ...]
     gram_restarts: dict[int, tuple[int, ...]]
     source: str
+    standin_restarts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     repeats: bool = False
 
     def schedule(self, steps: int, *, name: str) -> tuple[Triple, ...]:
@@ -62,6 +65,7 @@ COEFFICIENTS: dict[str, CoefficientSet] = {
         triples=(_JORDAN,),
         repeats=True,
         gram_restarts={5: (3,)},
+        standin_restarts={5: ()},
         source="https://kellerjordan.github.io/posts/muon/",
     ),
     "you": CoefficientSet(

@@ -67,7 +67,7 @@ def orthogonalize(matrix: Tensor, spec: OrthoSpec, *, products: Products | None 
         products: None: `products_for`.
 
     Returns:
-        The same shape in `spec.compute_dtype`. A zero matrix gives zeros.
+        The same shape in `spec.update_dtype`. A zero matrix gives zeros.
 
     Raises:
         ValueError: `matrix` has another number of dimensions.
@@ -76,12 +76,12 @@ def orthogonalize(matrix: Tensor, spec: OrthoSpec, *, products: Products | None 
         raise ValueError(f"matrix must be 2-D or a 3-D batch, got shape {tuple(matrix.shape)}")
     if matrix.ndim == 3:
         found = [orthogonalize(one, spec, products=products) for one in matrix]
-        return torch.stack(found) if found else matrix.to(spec.compute_dtype)
+        return torch.stack(found) if found else matrix.to(spec.update_dtype)
     storage = arithmetic_for(spec, matrix.device).storage
     x = torch.empty(matrix.shape, dtype=storage, device=matrix.device)
     scratch = x.new_empty(scratch_numel(*x.shape, spec))
     run = NewtonSchulz(x, matrix.contiguous(), spec, scratch, products=products)
-    return run().to(spec.compute_dtype)
+    return run().to(spec.update_dtype)
 
 
 class NewtonSchulz:
@@ -124,7 +124,7 @@ class NewtonSchulz:
             _iterate_gram(iterate, spec)
         else:
             _iterate_standard(iterate, spec)
-        return iterate.result()
+        return self._arithmetic.round_update_(iterate.result())
 
 
 class _Iterate:

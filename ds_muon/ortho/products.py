@@ -16,6 +16,8 @@ from torch import Tensor
 
 # Rows of the panels that a symmetric product is formed in; a GEMM of a panel runs at full speed.
 PANEL_ROWS = 128
+# A product of fewer multiply-adds takes no longer as one call.
+LEAST_WORK = 2**25
 # More panels save next to nothing: of k panels, (k + 1) / 2k of the elements are computed.
 _MAX_PANELS = 8
 
@@ -49,7 +51,7 @@ class PanelProducts(Products):
 
     def symmetric_mm(self, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
         """Out <- a @ b."""
-        panels = _panels(out.shape[0])
+        panels = _panels(out.shape[0], a.shape[1])
         if len(panels) == 1:
             return self.mm(a, b, out=out)
         for start, end in panels:
@@ -60,7 +62,7 @@ class PanelProducts(Products):
         self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float = 1.0, out: Tensor
     ) -> Tensor:
         """Out <- beta * c + alpha * a @ b."""
-        panels = _panels(out.shape[0])
+        panels = _panels(out.shape[0], a.shape[1])
         if len(panels) == 1:
             return self.addmm(c, a, b, beta=beta, alpha=alpha, out=out)
         for start, end in panels:
@@ -71,9 +73,9 @@ class PanelProducts(Products):
 
 
 @functools.cache
-def _panels(n: int) -> tuple[tuple[int, int], ...]:
-    """Cut n rows into equal panels; the last one may be shorter."""
-    count = min(_MAX_PANELS, max(1, n // PANEL_ROWS))
+def _panels(n: int, inner: int) -> tuple[tuple[int, int], ...]:
+    """Cut the n rows of an (n, inner) @ (inner, n) into equal panels; the last may be shorter."""
+    count = min(_MAX_PANELS, max(1, n // PANEL_ROWS)) if n * n * inner >= LEAST_WORK else 1
     rows = -(-n // count)
     return tuple((start, min(start + rows, n)) for start in range(0, n, rows))
 

@@ -15,6 +15,7 @@ import torch
 
 from ds_muon.config import DMuonConfig
 from ds_muon.ortho.coefficients import Triple, coefficient_set
+from ds_muon.ortho.instructions import multiplies
 
 DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -104,7 +105,8 @@ class OrthoSpec:
         triples: (a, b, c) per step.
         gram_from: long/short side ratio from which the Gram form is used; None: never.
         gram_restarts: steps before which the Gram form recomputes X X^T.
-        compute_dtype: dtype of the iterates, and of the update that travels back.
+        compute_dtype: dtype of the iterates.
+        update_dtype: dtype of the update that travels back.
         wire_dtype: dtype every momentum piece is rounded to, moved or not.
     """
 
@@ -112,6 +114,7 @@ class OrthoSpec:
     gram_from: float | None
     gram_restarts: tuple[int, ...]
     compute_dtype: torch.dtype
+    update_dtype: torch.dtype
     wire_dtype: torch.dtype
     normalise_in: str
     guard: str
@@ -127,8 +130,13 @@ class OrthoSpec:
         return self.gram_from is not None and ratio > 1.0 and ratio >= self.gram_from
 
 
-def resolve(config: DMuonConfig) -> OrthoSpec:
+def resolve(config: DMuonConfig, device: torch.device | None = None) -> OrthoSpec:
     """Combine the recipe with the keys that override it.
+
+    Args:
+        device: where it runs. One without instructions for the recipe's dtype computes in fp32,
+            unless the configuration names a dtype; what travels keeps the recipe's. None: one that
+            has them.
 
     Raises:
         ValueError: unknown set, a schedule of another length, or an unsafe Gram pair.
@@ -141,8 +149,14 @@ def resolve(config: DMuonConfig) -> OrthoSpec:
     steps = config.ns_steps or default_steps
     method = config.ns_method or recipe.ns_method
     dtype = config.ns_dtype or _default_dtype(recipe, method)
-    restarts = recipe.gram_restarts if own_set and recipe.gram_restarts else None
-    restarts = restarts or coefficients.gram_restarts.get(steps)
+    computed = dtype
+    if config.ns_dtype is None and not recipe.native_products and device is not None:
+        computed = dtype if multiplies(DTYPES[dtype], device) else "fp32"
+    restarts = coefficients.gram_restarts.get(steps)
+    if own_set and recipe.gram_restarts is not None:
+        restarts = recipe.gram_restarts
+    elif (computed, dtype) == ("fp32", "bf16"):
+        restarts = coefficients.standin_restarts.get(steps, restarts)
     triples = coefficients.schedule(steps, name=name)
     if recipe.normalise_in == "compute" and dtype == "fp16":
         raise ValueError(
@@ -150,15 +164,16 @@ def resolve(config: DMuonConfig) -> OrthoSpec:
             "use ns_dtype 'bf16' or 'fp32', or another recipe"
         )
     if method == "gram":
-        _require_safe_gram(name, steps, dtype, restarts)
-    gram_safe = restarts is not None and dtype != "bf16"
+        _require_safe_gram(name, steps, computed, restarts)
+    gram_safe = restarts is not None and computed != "bf16"
     gram_from = {"standard": None, "gram": 1.0, "auto": GRAM_PAYS_FROM if gram_safe else None}
     wire = config.wire_dtype or ("fp32" if dtype == "fp32" else "bf16")
     return OrthoSpec(
         triples=triples,
         gram_from=gram_from[method],
         gram_restarts=restarts or (),
-        compute_dtype=DTYPES[dtype],
+        compute_dtype=DTYPES[computed],
+        update_dtype=DTYPES[dtype],
         wire_dtype=DTYPES[wire],
         normalise_in=recipe.normalise_in,
         guard=recipe.guard,

@@ -177,7 +177,7 @@ def _publish_bytes(subject: Subject, run: PlannedRun) -> int:
             sum(piece.numel for row in rows for _, piece in held(row, shard)) for rows in run.sets
         ]
         totals.append(sum(per_set) if run.hidden else max(per_set, default=0))
-    return max(totals) * subject.spec.compute_dtype.itemsize
+    return max(totals) * subject.spec.update_dtype.itemsize
 
 
 def placed(run: PlannedRun) -> list[Placed]:

@@ -122,7 +122,7 @@ def exchange_seconds(subject: Subject, counted: Counted, rates: Rates) -> float:
 def _leg_seconds(subject: Subject, legs: Sequence[Leg], rates: Rates) -> float:
     """Legs alternate in, out."""
     total = 0.0
-    sizes = (subject.spec.wire_dtype.itemsize, subject.spec.compute_dtype.itemsize)
+    sizes = (subject.spec.wire_dtype.itemsize, subject.spec.update_dtype.itemsize)
     for number, leg in enumerate(legs):
         nbytes = max(leg.received, default=0) * sizes[number % 2]
         total += nbytes / rates.bandwidth + max(leg.calls, default=0) * rates.latency

@@ -133,7 +133,7 @@ class Publisher:
         return len(self._tables[plan])
 
     def _buffer(self, message: Message) -> Tensor:
-        return torch.empty(message.numel, dtype=self._spec.compute_dtype, device=self._device)
+        return torch.empty(message.numel, dtype=self._spec.update_dtype, device=self._device)
 
     @torch.no_grad()
     def settle(self, names: Collection[str] | None = None) -> None:

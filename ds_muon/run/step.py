@@ -210,14 +210,14 @@ class StepEngine:
         update = orthogonalize_into(x, matrix, self.backend, scratch).view(-1)
         if self.recorder is not None and self.recorder.active:
             self.recorder.matrix(update, leaves[owned.leaf].lr * factor)
-        sent = self.arena.send(number, bucket.buffers, spec.compute_dtype, way_in=False)
+        sent = self.arena.send(number, bucket.buffers, spec.update_dtype, way_in=False)
         for slot in owned.departures:
             _in_buffer(sent, slot).copy_(_in_matrix(update, slot))
         for fragment in owned.local:
             self._apply(plan, fragment, leaves, _fragment(update, fragment), factor)
 
     def _start_out(self, number: int, bucket: BucketSchedule) -> list[Pending]:
-        dtype = self._spec.compute_dtype
+        dtype = self._spec.update_dtype
         sent = self.arena.send(number, bucket.buffers, dtype, way_in=False)
         received = self.arena.receive(number, bucket.buffers, dtype, way_in=False)
         return bucket.way_out.start(self.transport, received, sent)
@@ -227,7 +227,7 @@ class StepEngine:
     ) -> None:
         _wait(pending)
         bucket, factors = self._schedules[plan][number], self._factors[plan]
-        dtype = self._spec.compute_dtype
+        dtype = self._spec.update_dtype
         received = self.arena.receive(number, bucket.buffers, dtype, way_in=False)
         for slot in bucket.way_out.receives:
             if slot.piece is None:

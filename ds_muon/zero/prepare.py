@@ -109,6 +109,9 @@ def build_optimizer(engine: Any, model_parameters: Iterable[Any]) -> MatrixOwner
     if prepared.backend.name != Backend.name:
         name = prepared.backend.name
         say(f"ns_backend {name}: updates of every shape are eager's", rank=transport.rank)
+    if prepared.spec.compute_dtype != prepared.spec.update_dtype:
+        lacking = str(prepared.spec.update_dtype).removeprefix("torch.")
+        say(f"Newton-Schulz in fp32: no {lacking} products on this CPU", rank=transport.rank)
     for warning in filter(None, warnings):
         say(warning, rank=transport.rank, level=logging.WARNING)
     optimizer = MatrixOwnerOptimizer([g.as_param_group() for g in prepared.groups], prepared.config)
@@ -134,8 +137,8 @@ def _prepare(
     require_shard_size(config.hsdp, transport.world_size)
     require_own_groups(config.hsdp, int(engine.zero_optimization_stage()))
     require_offload(engine)
-    spec = resolve(config)
     device = torch.device(get_accelerator().current_device_name())
+    spec = resolve(config, device)
     facts["arithmetic"] = repr(arithmetic_for(spec, device))
     incoming = incoming_groups(model_parameters)
     table = route_parameters(engine.module, config, group_tags(incoming))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduction: ZeRO-1/2's gradients go to the ranks that keep them, in one collective per bucket.
+"""Reduction: ZeRO-1/2's gradients go to the ranks that keep them, each element once.
 
 DeepSpeed all-reduces a bucket of gradients, of which each rank keeps its slices: every element
 arrives twice. Or it reduces the slices of each rank alone, in as many calls as there are ranks.
@@ -10,6 +10,9 @@ Here a bucket is one reduce-scatter over a list of unequal tensors, one per rank
 
 A rank's slices that lie side by side are reduced where they are, others in a packed copy; at most
 one bucket is packed at a time, as DeepSpeed's own reduction copies one.
+
+Gloo makes every reduce-scatter an all-reduce of which it drops the most. There each rank sends the
+others their tensors, and adds up what it receives, one sender after the other.
 
 Owns: the replacement on one optimizer, and the decision for it, the same on all ranks.
 """
@@ -60,8 +63,11 @@ def reduce_to_keepers(engine: Any, config: DMuonConfig, world: Transport) -> Non
         say(f"gradients: DeepSpeed's own reduction carries them: {reason}", rank=world.rank)
         return
     BucketReduction(zero)
+    how = "one reduce_scatter"
+    if _by_messages(private(zero, "dp_process_group")):
+        how = "one message per pair of ranks"
     say(
-        "gradients: each goes to the rank that keeps it, in one reduce_scatter per bucket, which "
+        f"gradients: each goes to the rank that keeps it, in {how} per bucket, which "
         f"packs up to {_largest_bucket_bytes(zero) / MIB:.1f} MiB (reduce_scatter_v)",
         rank=world.rank,
     )
@@ -103,7 +109,7 @@ class BucketReduction:
         nothing = bucket[0][1].new_empty(0, dtype=communication_data_type)
         parts = [_joined(of_rank, communication_data_type, nothing) for of_rank in slices]
         reduced = parts[own]
-        dist.reduce_scatter(reduced, parts, group=process_group)
+        _reduce_scatter(parts, process_group)
         pieces = reduced.split([gradient.numel() for gradient in slices[own]])
         for gradient, piece, fp32_sum in zip(slices[own], pieces, sums, strict=True):
             if fp32_sum is not None:
@@ -118,6 +124,34 @@ class BucketReduction:
         if private(zero, "overlap_comm") and not get_accelerator().resolves_data_dependency():
             for _, gradient, *_ in bucket:
                 gradient.record_stream(private(zero, "reduction_stream"))
+
+
+def _reduce_scatter(parts: Sequence[Tensor], group: Any) -> None:
+    """Sum each rank's part over the group, on that rank and in its place.
+
+    Args:
+        parts: flat, one per rank of the group; may be empty. Others' may be overwritten.
+    """
+    own = parts[dist.get_rank(group=group)]
+    if not _by_messages(group):
+        dist.reduce_scatter(own, list(parts), group=group)
+        return
+    ranks = torch.distributed.get_process_group_ranks(group)
+    place = ranks.index(dist.get_rank())
+    # Everyone serves its neighbour first, so that nobody is everyone's first.
+    before = [(place - distance) % len(ranks) for distance in range(1, len(ranks))]
+    sends = [dist.isend(parts[to], ranks[to], group=group) for to in before if parts[to].numel()]
+    if own.numel():
+        arrived = torch.empty_like(own)
+        for source in reversed(before):
+            dist.recv(arrived, ranks[source], group=group)
+            own.add_(arrived)
+    for send in sends:
+        send.wait()
+
+
+def _by_messages(group: Any) -> bool:
+    return torch.distributed.get_backend(group) == "gloo"
 
 
 def _joined(slices: Sequence[Tensor], dtype: torch.dtype, nothing: Tensor) -> Tensor:
@@ -152,7 +186,7 @@ def _refusal(zero: Any) -> str | None:
         for numel in range(size)
     ]
     try:
-        dist.reduce_scatter(parts[rank], parts, group=group)
+        _reduce_scatter(parts, group)
     except Exception as error:  # whatever a backend raises
         return f"this backend refuses a reduce_scatter of unequal tensors ({error})"
     if not bool((parts[rank] == 2).all()):

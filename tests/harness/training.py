@@ -28,6 +28,7 @@ COLLECTIVES = (
     "all_to_all_single",
     "broadcast",
     "reduce",
+    "recv",
 )
 
 
@@ -130,7 +131,7 @@ def counting_collectives() -> Iterator[dict[str, Counter[Any]]]:
     """Count DeepSpeed's collectives: calls, and elements that a rank receives from others.
 
     `groups` counts elements by the ranks of the collective's group. Reductions count what a ring
-    moves: (N - 1) / N of the tensor, twice for an all-reduce.
+    moves: (N - 1) / N of the tensor, twice for an all-reduce. Messages count where they arrive.
     """
     backend = deepspeed.comm.comm.cdb
     counts: dict[str, Counter[Any]] = {k: Counter() for k in ("calls", "elements", "groups")}
@@ -188,6 +189,8 @@ def received_elements(name: str, *args: Any, **kwargs: Any) -> float:
         if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)
     ]
     largest = max([t.numel() for t in tensors] + [sum(t.numel() for t in ts) for ts in lists])
+    if name == "recv":
+        return largest
     if name == "broadcast":
         source = kwargs["src"] if "src" in kwargs else args[1]
         return 0 if source == rank else largest

@@ -53,7 +53,7 @@ def test_symmetric_products_in_panels(rows: int) -> None:
         return call
 
     with (
-        mock.patch.object(products, "PANEL_ROWS", 8),
+        mock.patch.multiple(products, PANEL_ROWS=8, LEAST_WORK=0),
         mock.patch.object(torch, "mm", counting(torch.mm)),
         mock.patch.object(torch, "addmm", counting(torch.addmm)),
     ):
@@ -71,11 +71,22 @@ def test_symmetric_products_in_panels(rows: int) -> None:
     assert share == 1.0 if rows == 8 else 0.5 < share < 0.8
 
 
+@pytest.mark.parametrize(
+    ("shape", "calls"), [((128, 2048), 1), ((256, 256), 1), ((256, 512), 2), ((512, 512), 4)]
+)
+def test_a_product_is_cut_where_that_saves_time(shape: tuple[int, int], calls: int) -> None:
+    with mock.patch.object(torch, "mm", wraps=torch.mm) as mm:
+        PanelProducts().symmetric_mm(
+            torch.zeros(shape), torch.zeros(shape).mT, out=torch.zeros(shape[0], shape[0])
+        )
+    assert mm.call_count == calls
+
+
 @pytest.mark.parametrize("params", [{"ns_dtype": "fp32"}, {}, {"ns_dtype": "fp16"}])
 @pytest.mark.parametrize("method", ["standard", "auto"])
 def test_panels_change_the_last_bits_only(params: dict[str, Any], method: str) -> None:
     spec = spec_of(**params, ns_method=method)
-    with mock.patch.object(products, "PANEL_ROWS", 8):
+    with mock.patch.multiple(products, PANEL_ROWS=8, LEAST_WORK=0):
         products._panels.cache_clear()
         found = [orthogonalize(gaussian(*s), spec, products=PanelProducts()) for s in SHAPES]
     products._panels.cache_clear()

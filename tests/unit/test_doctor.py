@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Machine, dict[str, Any], str, str]] = {
         {"bf16_products": False, "cpu_flags": frozenset({"avx2"})},
         "hint",
         "no bf16 products (of avx2, avx512f, avx512_bf16, avx512_fp16, amx_bf16, amx_fp16 it has "
-        "avx2): Newton-Schulz in bf16 runs in fp32",
+        "avx2): Newton-Schulz computes in fp32 here unless ns_dtype is set",
     ),
     "no fp16": (HEALTHY, {"fp16_products": False}, "hint", "no fp16 products"),
     "threads unset": (
@@ -251,7 +251,7 @@ def test_a_setting_brings_its_hint(name: str, tmp_path: Path) -> None:
 def test_products_of_this_cpu(tmp_path: Path) -> None:
     slow = replace(HEALTHY, bf16_products=False)
     for machine, params, text in (
-        (slow, {}, "Newton-Schulz in bfloat16 is emulated on this CPU"),
+        (slow, {"ns_dtype": "bf16"}, 'ns_dtype = "bf16" is emulated on this CPU'),
         (slow, {"recipe": "torch"}, "more than a hundred times slower"),
     ):
         assert any(text in f.text for f in judged(tmp_path, machine, params=params))

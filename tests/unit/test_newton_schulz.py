@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
 from ds_muon.config import parse
+from ds_muon.ortho import recipes
 from ds_muon.ortho.coefficients import COEFFICIENTS
 from ds_muon.ortho.newton_schulz import orthogonalize
-from ds_muon.ortho.recipes import RECIPES, resolve
+from ds_muon.ortho.recipes import DTYPES, RECIPES, resolve
 from ds_muon.ortho.update import advance_momentum, apply_update, lr_factor, write_direction
 
 SHAPES = [(24, 24), (24, 25), (24, 60), (60, 24), (2, 40), (40, 2)]
@@ -123,7 +128,7 @@ def test_zero_in_zero_out_and_zero_rows(recipe: str, dtype: str) -> None:
     found = orthogonalize(matrix, spec)
     assert torch.isfinite(found).all()
     assert torch.equal(found[3].float(), torch.zeros(12))
-    assert found.dtype == spec.compute_dtype
+    assert found.dtype == spec.update_dtype
 
 
 @pytest.mark.parametrize("params", [{}, {"ns_dtype": "fp32"}, {"ns_method": "gram"}])
@@ -156,6 +161,73 @@ def test_emulated_products_round_like_native_ones() -> None:
     assert (native - exact).norm() < 5e-2 * exact.norm()
     assert (ours - exact).norm() < 5e-2 * exact.norm()
     assert torch.equal(ours, ours.bfloat16().float())
+
+
+def without_instructions() -> Any:
+    """A CPU that multiplies fp32 only."""
+    return mock.patch.object(
+        recipes, "multiplies", lambda dtype, device: dtype == torch.float32 or device.type != "cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "compute", "update", "gram", "restarts"),
+    [
+        ({}, "fp32", "bf16", True, ()),
+        ({"ns_steps": 4}, "fp32", "bf16", False, None),
+        ({"ns_coefficients": "you"}, "fp32", "bf16", True, (2,)),
+        ({"ns_method": "gram"}, "fp32", "fp16", True, (3,)),
+        ({"recipe": "deepspeed"}, "fp32", "fp16", True, (2,)),
+        ({"recipe": "torch"}, "bf16", "bf16", False, None),
+        ({"ns_dtype": "bf16"}, "bf16", "bf16", False, None),
+        ({"ns_dtype": "fp32"}, "fp32", "fp32", True, (3,)),
+    ],
+)
+def test_fp32_stands_in_where_a_cpu_lacks_the_recipes_products(
+    params: dict, compute: str, update: str, gram: bool, restarts: tuple[int, ...] | None
+) -> None:
+    with without_instructions():
+        found = resolve(parse(params), torch.device("cpu"))
+        elsewhere = resolve(parse(params), torch.device("cuda"))
+    assert (found.compute_dtype, found.update_dtype) == (DTYPES[compute], DTYPES[update])
+    assert found.uses_gram(10, 40) is gram
+    assert restarts is None or found.gram_restarts == restarts
+    assert elsewhere == resolve(parse(params))
+    assert elsewhere.compute_dtype == elsewhere.update_dtype == found.update_dtype
+    assert elsewhere.wire_dtype == found.wire_dtype
+
+
+SPECTRA = {
+    "gaussian": lambda k: 1 / k**0.1,
+    "1/k": lambda k: 1 / k,
+    "1/k^2": lambda k: 1 / k**2,
+    "1/k^4": lambda k: 1 / k**4,
+    "exponential": lambda k: torch.exp(-k / 8),
+    "rank 8": lambda k: (k <= 8) + 1e-9,
+    "rank 1 and noise": lambda k: torch.where(k == 1, 1.0, 1e-4),
+}
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (64, 256), (192, 288)])
+@pytest.mark.parametrize("kind", SPECTRA)
+def test_fp32_without_restarts_is_far_closer_than_the_bf16_it_stands_in_for(
+    kind: str, shape: tuple[int, int]
+) -> None:
+    n, m = shape
+    u, _ = torch.linalg.qr(gaussian(n, n).double())
+    v, _ = torch.linalg.qr(gaussian(m, n, seed=1).double())
+    k = torch.arange(1, n + 1)
+    matrix = (u @ torch.diag(SPECTRA[kind](k).double()) @ v.mT).float()
+    with without_instructions():
+        spec = resolve(parse({}), torch.device("cpu"))
+    expected = by_svd(matrix, spec.triples, spec.divisor)
+    in_fp32 = replace(spec, update_dtype=torch.float32)
+    gap = (orthogonalize(matrix, in_fp32).double() - expected).norm()
+    bf16_gap = (orthogonalize(matrix, resolve(parse({}))).double() - expected).norm()
+    assert gap < 0.1 * bf16_gap
+    rounded = orthogonalize(matrix, spec)
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded, orthogonalize(matrix, in_fp32).bfloat16())
 
 
 @pytest.mark.parametrize(
