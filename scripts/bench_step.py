@@ -274,13 +274,13 @@ def parse_arguments() -> argparse.Namespace:
         "--sizes",
         type=_size,
         nargs="+",
-        default=[(512, 2), (256, 2), (256, 8)],
+        default=[(512, 2), (256, 2), (256, 16)],
         help="width x layers, such as 512x2",
     )
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
     parser.add_argument("--length", type=int, default=4, help=f"bytes, at most {CONTEXT}")
-    parser.add_argument("--turns", type=int, default=6, help="of each optimizer; two counted each")
+    parser.add_argument("--turns", type=int, default=4, help="of each optimizer; two counted each")
     parser.add_argument(
         "--optimizers",
         nargs="+",

@@ -50,7 +50,10 @@ def write_direction(
         rounded_to: the wire dtype; every piece is rounded, moved or not.
     """
     for u, held, new in chunks(out, buffer, grad):
-        direction = new.lerp(held.to(new.dtype), momentum) if nesterov else held
+        direction = held
+        if nesterov:
+            into = u if u.dtype == new.dtype else None
+            direction = torch.lerp(new, held.to(new.dtype), momentum, out=into)
         u.copy_(direction if u.dtype == rounded_to else direction.to(rounded_to))
 
 

@@ -229,7 +229,12 @@ def test_a_reduction_takes_its_bucket_and_what_arrives(way: str, buckets: int) -
 
 
 def said_and_called(
-    *, ours: bool = True, refuses: str = "", zero: dict[str, Any] | None = None, **settings: Any
+    *,
+    way: str = LIST,
+    ours: bool = True,
+    refuses: str = "",
+    zero: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> tuple[list[str], set[str]]:
     """Run on a rank: what is logged of the reduction at start, and the calls of a backward."""
     real, rank = torch.distributed.reduce_scatter, torch.distributed.get_rank()
@@ -243,7 +248,7 @@ def said_and_called(
     texts: list[str] = []
     params = {"lr": 1e-2, "reduce_scatter_v": ours}
     with (
-        going(LIST),
+        going(way),
         mock.patch.object(log.logger, "log", lambda level, text: texts.append(text)),
         mock.patch.object(torch.distributed, "reduce_scatter", backend if refuses else real),
     ):
@@ -252,6 +257,9 @@ def said_and_called(
             batch = models.global_batches(1)[0].chunk(engine.world_size)[rank]
             engine.backward(engine(batch))
     return [t for t in texts if t.startswith("gradients: ")], set(counts["calls"])
+
+
+LOGGED = {"comms_logger": {"enabled": True, "verbose": False, "prof_all": True}}
 
 
 def fallbacks() -> dict[str, tuple[list[str], set[str]]]:
@@ -264,10 +272,9 @@ def fallbacks() -> dict[str, tuple[list[str], set[str]]]:
             refuses="everywhere"
         ),
         "reduce_scatter of unequal tensors is wrong": said_and_called(refuses="wrong on rank 1"),
-        "packs up to 0.1 MiB": said_and_called(
-            # DeepSpeed's log of collectives meets lists with empty tensors.
-            comms_logger={"enabled": True, "verbose": False, "prof_all": True}
-        ),
+        # DeepSpeed's log of collectives meets lists with empty tensors.
+        "one reduce_scatter per bucket, which packs up to 0.1 MiB": said_and_called(**LOGGED),
+        "one message per pair of ranks per bucket": said_and_called(way=MESSAGES, **LOGGED),
     }
 
 
@@ -275,4 +282,5 @@ def test_what_keeps_deepspeeds_own_reduction_is_said_and_decided_by_all() -> Non
     for rank, out in enumerate(ranks.run(2, fallbacks)):
         for reason, (texts, calls) in out.items():
             assert [reason in text for text in texts] == ([True] if rank == 0 else []), reason
-            assert ("reduce_scatter" in calls) is ("packs" in reason), reason
+            assert ("reduce_scatter" in calls) is ("one reduce_scatter" in reason), reason
+            assert ("recv" in calls) is ("one message" in reason), reason
