@@ -322,7 +322,7 @@ def _said(args: argparse.Namespace) -> list[str]:
         f"--shapes {' '.join(args.shapes)}",
         f"--dtypes {' '.join(args.dtypes)}",
         *threads,
-        f"--clock {args.clock} --peer_limit {args.peer_limit:g}",
+        f"--clock {args.clock} --seconds {args.seconds:g} --peer_limit {args.peer_limit:g}",
     ]
 
 
