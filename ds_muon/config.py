@@ -162,8 +162,8 @@ class DMuonConfig(_Keys):
     )
     reduce_scatter_v: bool = Field(
         True,
-        description="ZeRO-1/2: one reduce_scatter per bucket of gradients, to the ranks that keep "
-        "them; false = DeepSpeed's own reduction",
+        description="ZeRO-1/2: one reduce_scatter per bucket of gradients (gloo: messages) to the "
+        "ranks that keep them; false = DeepSpeed's own reduction",
     )
     hsdp: HsdpConfig | None = Field(
         None, description='ZeRO-1/2/3 over rows of ranks that are replicas: {"shard_size": 8}'

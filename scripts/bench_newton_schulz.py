@@ -28,6 +28,7 @@ from ds_muon.plan.costs import CostModel
 from ds_muon.preview.config_file import read_config
 from ds_muon.preview.model import build_model
 from ds_muon.preview.subject import read_subject
+from scripts.arguments import pair, positive, writable
 from scripts.tables import show
 
 Shape = tuple[int, int]
@@ -55,9 +56,9 @@ PEERS = ("torch.optim.Muon", "DeepSpeed standard", "DeepSpeed gram")
 TEXT = """Medians of runs that take turns; with `--clock cpu` of the process's own time, for a
 machine that others use too. Ours is what the step engine runs with the default recipe,
 in the form that it takes. In rows of `default` everyone runs in the dtype that it takes on
-this device, which is named: torch and DeepSpeed's standard form take bf16, DeepSpeed's gram
+this device (ours is named): torch and DeepSpeed's standard form take bf16, DeepSpeed's gram
 form fp16, and fp32 on a CPU; we take bf16, and fp32 on a CPU without bf16 instructions, where
-bf16 products take a hundred times longer. In rows of fp32 all run in fp32: torch's with its
+bf16 products take 10 to 100 times longer. In rows of fp32 all run in fp32: torch's with its
 one cast replaced, DeepSpeed's with its choice of dtype replaced. A `~` is one run, and `>` was
 not run because its rate on smaller shapes foretold more than the limit. The GEMM is the
 faster of `mm` and `baddbmm` of (short, short) and (short, long) in the dtype that our
@@ -267,7 +268,8 @@ def batch_row(shape: Shape, count: int, device: torch.device, turns: Turns) -> l
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=SHAPES.split(), metavar="RxC")
+    shapes = [pair(text) for text in SHAPES.split()]
+    parser.add_argument("--shapes", type=pair, nargs="+", default=shapes, metavar="RxC")
     parser.add_argument(
         "--dtypes", nargs="+", default=[DEFAULT, "fp32"], choices=[DEFAULT, *DTYPES]
     )
@@ -275,12 +277,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, help="ds_config.json, for the recipe of --save")
     parser.add_argument("--seconds", type=float, default=4.0, help="per shape and dtype")
     parser.add_argument("--peer_limit", type=float, default=20.0, help="seconds of one run")
-    parser.add_argument("--threads", type=int, help="of the CPU")
+    parser.add_argument("--threads", type=positive, help="of the CPU")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--compile_peers", action="store_true", help="as DeepSpeed ships its own")
-    parser.add_argument("--batches", type=int, nargs="?", const=8, help="matrices in a batch")
-    parser.add_argument("--save", type=Path, help="write the cost table for owner_costs")
-    parser.add_argument("--markdown", type=Path, help="write the table as a page of docs/")
+    parser.add_argument("--batches", type=positive, nargs="?", const=8, help="matrices in a batch")
+    parser.add_argument("--save", type=writable, help="write the cost table for owner_costs")
+    parser.add_argument("--markdown", type=writable, help="write the table as a page of docs/")
     return parser.parse_args()
 
 
@@ -292,7 +294,7 @@ def shapes_of(args: argparse.Namespace, device: torch.device) -> tuple[list[Shap
         matrices = [p.matrix for route in subject.muon for p in route.placements]
         shapes = {(m.rows, m.cols) for m in matrices}
     else:
-        shapes = {tuple(map(int, s.split("x"))) for s in args.shapes}
+        shapes = set(args.shapes)
     spec = resolve(config.params, device)
     return sorted(shapes, key=lambda s: (min(s) ** 2 * max(s), s)), spec
 
@@ -319,7 +321,7 @@ def _said(args: argparse.Namespace) -> list[str]:
     """What shapes the figures, for the page."""
     threads = [f"--threads {args.threads}"] if args.threads else []
     return [
-        f"--shapes {' '.join(args.shapes)}",
+        f"--shapes {' '.join(f'{rows}x{cols}' for rows, cols in args.shapes)}",
         f"--dtypes {' '.join(args.dtypes)}",
         *threads,
         f"--clock {args.clock} --seconds {args.seconds:g} --peer_limit {args.peer_limit:g}",
@@ -339,6 +341,7 @@ def main() -> None:
     if args.save:
         turns = Turns(Clock(device, args.clock), float("inf"))
         save_costs(args.save, shapes, spec, device, turns, args.seconds)
+        print(f"{len(shapes)} shapes timed; {args.save} is for owner_costs")
         return
     if args.batches:
         show(

@@ -15,11 +15,11 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from scripts.byte_lm import CONTEXT
+from scripts.arguments import pair, positive, writable
+from scripts.byte_lm import CONTEXT, HEADS
 from scripts.step_timing import (
     ADAMW,
     BUILT_IN,
@@ -40,9 +40,9 @@ TEXT = (
     "A time is the median over counted iterations of the mean over ranks. An iteration lasts from "
     "its start to the start of the next one, so that nothing hidden is free. Ratios are medians "
     "over iterations of the same turn. Engines take turns of four iterations in the same ranks, "
-    "of which the first is not counted. Processor time is a rank's own, with the threads of its "
-    "collectives: others' work hardly inflates it, and waiting does not count. Model flops "
-    "utilisation is the flops of forward and backward (three times two per weight and token, and "
+    "of which the second and the third are counted. Processor time is a rank's own, with the "
+    "threads of its collectives: others' work hardly inflates it, and waiting does not count. "
+    "Model flops utilisation is the flops of forward and backward (three times two per weight and token, and "
     "attention) over time and over the rate of the model's own product, tokens x width by width x "
     "4 width in bf16, measured between turns while all ranks form theirs; Newton-Schulz is "
     "compared likewise with products of DMuon's matrices in the arithmetic it runs in. Memory is "
@@ -51,11 +51,16 @@ TEXT = (
     "On a CPU nothing is compiled and AdamW is torch's fused one. The built-in's default is the "
     "Gram form in fp16, and in fp32 where a CPU has no fp16 instructions; DMuon's is the standard "
     "form in bf16, and where a CPU has no bf16 instructions fp32, in the Gram form where it pays. "
-    "`standard` is the built-in with the device's own bf16 products in the standard form, and has "
-    "one turn. `hidden gather` is `hide_param_gather`. Few tokens make the optimizer's part of an "
+    "`standard` is the built-in with the device's own bf16 products in the standard form, at the "
+    "smallest size only, with one turn. `hidden gather` is `hide_param_gather`; its gather is in "
+    "the next forward, so iterations show it. Few tokens make the optimizer's part of an "
     "iteration large: with real batches all ratios of whole iterations come closer to 1.\n\n"
     "Under ZeRO-1 and 2 the built-in iterates a matrix on every rank that holds a part of it, "
-    "during backward; the table of Newton-Schulz says how many iterations that makes."
+    "during backward; the table of Newton-Schulz says how often that is on all ranks. F is the "
+    "plain flops of DMuon's Newton-Schulz; a rate above 1 forms half of each symmetric product "
+    "only, and the model's rate exceeds 1 where its other products run faster than the one that is "
+    "timed. The last column is what an iteration would take if Newton-Schulz ran at a GEMM's rate "
+    "and all else cost 1.15 times AdamW's."
 )
 
 
@@ -262,33 +267,35 @@ def run_cells(args: argparse.Namespace) -> list[Cell]:
     return cells
 
 
-def _size(text: str) -> tuple[int, int]:
-    width, layers = text.split("x")
-    return int(width), int(layers)
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2, 4])
     parser.add_argument(
         "--sizes",
-        type=_size,
+        type=pair,
         nargs="+",
         default=[(512, 2), (256, 2), (256, 16)],
         help="width x layers, such as 512x2",
     )
-    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
-    parser.add_argument("--length", type=int, default=4, help=f"bytes, at most {CONTEXT}")
-    parser.add_argument("--turns", type=int, default=4, help="of each optimizer; two counted each")
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3])
+    parser.add_argument("--batch", type=positive, default=1, help="sequences per rank")
+    parser.add_argument("--length", type=positive, default=4, help=f"bytes, at most {CONTEXT}")
+    parser.add_argument(
+        "--turns", type=positive, default=4, help="of each optimizer; two counted each"
+    )
     parser.add_argument(
         "--optimizers",
         nargs="+",
         default=KINDS,
         choices=KINDS,
     )
-    parser.add_argument("--save", type=Path, help="write the tables as a page of docs/")
-    return parser.parse_args()
+    parser.add_argument("--save", type=writable, help="write the tables as a page of docs/")
+    args = parser.parse_args()
+    if not {ADAMW, DMUON} <= set(args.optimizers):
+        parser.error(f"--optimizers must name {ADAMW} and {DMUON}, which the tables compare with")
+    if args.length > CONTEXT or any(width % HEADS for width, _ in args.sizes):
+        parser.error(f"--length is at most {CONTEXT}, and widths are multiples of {HEADS}")
+    return args
 
 
 def main() -> None:

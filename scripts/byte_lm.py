@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 CONTEXT = 128
+HEADS = 4
 EVAL_BATCH = 32
 
 
@@ -76,7 +77,7 @@ class Block(nn.Module):
 class ByteLM(nn.Module):
     """Returns the mean cross-entropy, in nats per byte, of predicting each next byte."""
 
-    def __init__(self, *, width: int = 128, heads: int = 4, layers: int = 4) -> None:
+    def __init__(self, *, width: int = 128, heads: int = HEADS, layers: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, width)
         self.position = nn.Embedding(CONTEXT, width)

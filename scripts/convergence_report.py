@@ -171,6 +171,8 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="folder of plots, beside the page of its name")
     args = parser.parse_args()
     runs = read_runs(args.runs / "runs.jsonl")
+    if not runs:
+        parser.error(f"{args.runs}/runs.jsonl has no runs; those of the page: --runs docs/results")
     times_file = args.runs / "times.json"
     times = json.loads(times_file.read_text()) if times_file.exists() else []
     pretrain: dict[int, list[Run]] = {}

@@ -159,7 +159,8 @@ def config_page() -> str:
         "",
         "## Coefficient sets",
         "",
-        "| set | steps | Gram form, restarts before step (from 0) | source |",
+        "| set | steps | Gram form, restarts before step (from 0), fewer where fp32 stands in for "
+        "bf16 | source |",
         "|---|---|---|---|",
     ]
     for name, s in COEFFICIENTS.items():

@@ -11,15 +11,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from scripts.arguments import positive, writable
+
 
 def read_arguments(description: str, *, stages: Sequence[int]) -> argparse.Namespace:
     """Read the size of a run, the stages to count, and where to save the table."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--stages", type=int, nargs="+", default=list(stages))
-    parser.add_argument("--save", type=Path, help="write the table as a page of docs/")
+    parser.add_argument("--ranks", type=positive, default=4)
+    parser.add_argument("--width", type=positive, default=128)
+    parser.add_argument("--layers", type=positive, default=3)
+    parser.add_argument("--stages", type=int, nargs="+", default=list(stages), choices=list(stages))
+    parser.add_argument("--save", type=writable, help="write the table as a page of docs/")
     return parser.parse_args()
 
 

@@ -21,6 +21,8 @@ def run(args: argparse.Namespace) -> int:
     found, spec = examined.read, examined.spec
     config, stage = found.params, found.zero_optimization.stage
     dtype = str(spec.compute_dtype).removeprefix("torch.")
+    if config.ns_dtype is None and not spec.native_products:
+        dtype += " (fp32 on a CPU without its products)"
     filled = ", ".join(found.filled_by_trainer)
     print(
         f"{args.config}: DMuon's keys are valid; recipe {config.recipe}, {len(spec.triples)} "

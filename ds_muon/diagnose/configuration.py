@@ -162,7 +162,7 @@ def _own_speed(read: ConfigFile, spec: OrthoSpec, machine: Machine) -> Iterator[
         if spec.native_products:
             yield _speed(
                 f'recipe "{config.recipe}" multiplies in {dtype} as torch does, which this CPU '
-                "does more than a hundred times slower than fp32; ns_dtype fp32 avoids it"
+                "does 10 to 100 times slower than fp32; ns_dtype fp32 avoids it"
             )
         elif config.ns_dtype is not None:
             yield _speed(

@@ -20,9 +20,10 @@ from ds_muon.ortho.recipes import OrthoSpec
 class Arithmetic:
     """How products of the compute dtype are formed.
 
-    A CPU without bf16 or fp16 instructions multiplies such matrices a hundred times slower than
-    fp32 ones. There the iterates are kept in fp32, and every product is rounded to the compute
-    dtype: the same operands, fp32 accumulation and one rounding, as the instructions would do.
+    A CPU without bf16 or fp16 instructions multiplies such matrices 10 to 100 times slower than
+    fp32 ones. Where a configuration asks for them all the same, the iterates are kept in fp32, and
+    every product is rounded to the compute dtype: the same operands, fp32 accumulation and one
+    rounding, as the instructions would do.
 
     Attributes:
         storage: dtype of the iterates.

@@ -9,7 +9,7 @@ import torch
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether `device` has instructions for products of `dtype`; only CPUs can lack them.
 
-    Without them a CPU multiplies bf16 and fp16 matrices a hundred times slower than fp32 ones.
+    Without them a CPU multiplies bf16 and fp16 matrices 10 to 100 times slower than fp32 ones.
     """
     if device.type != "cpu" or dtype == torch.float32:
         return True

@@ -65,10 +65,10 @@ def reduce_to_keepers(engine: Any, config: DMuonConfig, world: Transport) -> Non
     BucketReduction(zero)
     how = "one reduce_scatter"
     if _by_messages(private(zero, "dp_process_group")):
-        how = "one message per pair of ranks"
+        how = "one message from each other rank"
     say(
-        f"gradients: each goes to the rank that keeps it, in {how} per bucket, which "
-        f"packs up to {_largest_bucket_bytes(zero) / MIB:.1f} MiB (reduce_scatter_v)",
+        f"gradients: each goes to the rank that keeps it, in {how} per bucket; packed copies take "
+        f"up to {_largest_bucket_bytes(zero) / MIB:.1f} MiB (reduce_scatter_v)",
         rank=world.rank,
     )
 

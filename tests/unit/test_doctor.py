@@ -252,7 +252,7 @@ def test_products_of_this_cpu(tmp_path: Path) -> None:
     slow = replace(HEALTHY, bf16_products=False)
     for machine, params, text in (
         (slow, {"ns_dtype": "bf16"}, 'ns_dtype = "bf16" is emulated on this CPU'),
-        (slow, {"recipe": "torch"}, "more than a hundred times slower"),
+        (slow, {"recipe": "torch"}, "10 to 100 times slower"),
     ):
         assert any(text in f.text for f in judged(tmp_path, machine, params=params))
         for other in (HEALTHY, GPU):
