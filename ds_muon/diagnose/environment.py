@@ -164,8 +164,8 @@ def _products(machine: Machine) -> Iterator[Finding]:
         either = " or ".join(lacking)
         yield _hint(
             "products",
-            f"this CPU has no {either} products{flags}: Newton-Schulz computes in fp32 here unless "
-            f"ns_dtype is set; forward and backward in {either} are slow",
+            f"this CPU has no {either} products{flags}: recipes in {either} compute in fp32 here "
+            f"unless ns_dtype is set; forward and backward in {either} are slow",
         )
 
 

@@ -139,7 +139,9 @@ def _prepare(
     require_offload(engine)
     device = torch.device(get_accelerator().current_device_name())
     spec = resolve(config, device)
-    facts["arithmetic"] = repr(arithmetic_for(spec, device))
+    facts["products of this hardware (unequal ones agree on ns_dtype fp32)"] = repr(
+        arithmetic_for(spec, device)
+    )
     incoming = incoming_groups(model_parameters)
     table = route_parameters(engine.module, config, group_tags(incoming))
     table.require_matrices()

@@ -64,7 +64,8 @@ def reduce_to_keepers(engine: Any, config: DMuonConfig, world: Transport) -> Non
         return
     BucketReduction(zero)
     how = "one reduce_scatter"
-    if _by_messages(private(zero, "dp_process_group")):
+    device = torch.device(get_accelerator().current_device_name())
+    if _by_messages(private(zero, "dp_process_group"), device):
         how = "one message from each other rank"
     say(
         f"gradients: each goes to the rank that keeps it, in {how} per bucket; packed copies take "
@@ -133,7 +134,7 @@ def _reduce_scatter(parts: Sequence[Tensor], group: Any) -> None:
         parts: flat, one per rank of the group; may be empty. Others' may be overwritten.
     """
     own = parts[dist.get_rank(group=group)]
-    if not _by_messages(group):
+    if not _by_messages(group, own.device):
         dist.reduce_scatter(own, list(parts), group=group)
         return
     ranks = torch.distributed.get_process_group_ranks(group)
@@ -150,8 +151,8 @@ def _reduce_scatter(parts: Sequence[Tensor], group: Any) -> None:
         send.wait()
 
 
-def _by_messages(group: Any) -> bool:
-    return torch.distributed.get_backend(group) == "gloo"
+def _by_messages(group: Any, device: torch.device) -> bool:
+    return device.type == "cpu" and torch.distributed.get_backend(group) == "gloo"
 
 
 def _joined(slices: Sequence[Tensor], dtype: torch.dtype, nothing: Tensor) -> Tensor:

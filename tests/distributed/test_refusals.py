@@ -190,6 +190,26 @@ def test_ranks_with_different_versions_say_so() -> None:
         assert text.startswith("RuntimeError") and "torch version" in text and "9.9" in text
 
 
+def other_cpu(params: dict[str, Any]) -> str:
+    """Run on a rank: only rank 1's CPU multiplies bf16."""
+    from ds_muon.ortho import arithmetic, recipes
+
+    def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+        return torch.distributed.get_rank() == 1 or dtype == torch.float32
+
+    with (
+        mock.patch.object(recipes, "multiplies", multiplies),
+        mock.patch.object(arithmetic, "multiplies", multiplies),
+    ):
+        return error_of(stage=2, params=params)
+
+
+def test_ranks_on_unequal_cpus_say_so_and_what_makes_them_agree() -> None:
+    for text in ranks.run(2, other_cpu, params={}):
+        assert text.startswith("RuntimeError") and "unequal ones agree on ns_dtype fp32" in text
+    assert ranks.run(2, other_cpu, params={"ns_dtype": "fp32"}) == ["no error"] * 2
+
+
 def other_model() -> str:
     """Run on a rank: rank 1 freezes a matrix."""
     model = models.build("llama")

@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Machine, dict[str, Any], str, str]] = {
         {"bf16_products": False, "cpu_flags": frozenset({"avx2"})},
         "hint",
         "no bf16 products (of avx2, avx512f, avx512_bf16, avx512_fp16, amx_bf16, amx_fp16 it has "
-        "avx2): Newton-Schulz computes in fp32 here unless ns_dtype is set",
+        "avx2): recipes in bf16 compute in fp32 here unless ns_dtype is set",
     ),
     "no fp16": (HEALTHY, {"fp16_products": False}, "hint", "no fp16 products"),
     "threads unset": (

@@ -26,6 +26,7 @@ def header_of(engine: Any, prepared: Preparation, sets: Sequence[LeafSet]) -> Ch
             "name": prepared.config.recipe,
             "momentum_dtype": prepared.config.momentum_dtype,
             "compute_dtype": str(spec.compute_dtype),
+            "update_dtype": str(spec.update_dtype),
             "wire_dtype": str(spec.wire_dtype),
             "nesterov": spec.nesterov,
             "lr_scale": spec.lr_scale,
