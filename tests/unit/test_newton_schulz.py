@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds_muon.config import parse
 from ds_muon.ortho import recipes
+from ds_muon.ortho.backends import Backend
 from ds_muon.ortho.coefficients import COEFFICIENTS
 from ds_muon.ortho.newton_schulz import orthogonalize
 from ds_muon.ortho.recipes import DTYPES, RECIPES, resolve
@@ -195,6 +196,18 @@ def test_fp32_stands_in_where_a_cpu_lacks_the_recipes_products(
     assert elsewhere == resolve(parse(params))
     assert elsewhere.compute_dtype == elsewhere.update_dtype == found.update_dtype
     assert elsewhere.wire_dtype == found.wire_dtype
+
+
+def test_an_update_that_stays_is_rounded_like_one_that_travels() -> None:
+    with without_instructions():
+        spec = resolve(parse({}), torch.device("cpu"))
+    backend = Backend(spec, torch.device("cpu"))
+    for shape in ((24, 24), (60, 24)):
+        x, matrix, scratch = backend.new_memory(shape)
+        matrix.copy_(gaussian(*shape))
+        update = backend.ready(x, matrix, scratch)()
+        assert update.dtype == torch.float32
+        assert torch.equal(update, update.bfloat16().float())
 
 
 SPECTRA = {
