@@ -141,11 +141,13 @@ def _reduce_scatter(parts: Sequence[Tensor], group: Any) -> None:
     place = ranks.index(dist.get_rank())
     # Everyone serves its neighbour first, so that nobody is everyone's first.
     before = [(place - distance) % len(ranks) for distance in range(1, len(ranks))]
-    sends = [dist.isend(parts[to], ranks[to], group=group) for to in before if parts[to].numel()]
+    # torch's own, since isend of deepspeed 0.19.0 waits for its receiver.
+    isend, recv = torch.distributed.isend, torch.distributed.recv
+    sends = [isend(parts[to], ranks[to], group=group) for to in before if parts[to].numel()]
     if own.numel():
         arrived = torch.empty_like(own)
         for source in reversed(before):
-            dist.recv(arrived, ranks[source], group=group)
+            recv(arrived, ranks[source], group=group)
             own.add_(arrived)
     for send in sends:
         send.wait()

@@ -28,7 +28,6 @@ COLLECTIVES = (
     "all_to_all_single",
     "broadcast",
     "reduce",
-    "recv",
 )
 
 
@@ -152,6 +151,8 @@ def counting_collectives() -> Iterator[dict[str, Counter[Any]]]:
                 real = getattr(backend, name)
                 stack.enter_context(mock.patch.object(backend, name, counted(name, real)))
         stack.enter_context(_counting_batches(counts))
+        recv = counted("recv", torch.distributed.recv)
+        stack.enter_context(mock.patch.object(torch.distributed, "recv", recv))
         yield counts
 
 
