@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed import zero
 
 from ds_muon.comm.transport import Transport
 from ds_muon.plan.traffic import STRATEGIES
@@ -59,7 +59,7 @@ def parts_for(world_size: int) -> tuple[Part, ...]:
             for stage in (2, 3)
         ]
     if world_size > 1 and world_size % 2 == 0:
-        stages = (2, 3) if available(Init, "_partition_world_size") else (2,)
+        stages = (2, 3) if available(zero.Init, "_partition_world_size") else (2,)
         rows = {"shard_size": world_size // 2}
         found += [
             Part(name=f"stage {stage}, HSDP", run=functools.partial(_parity, stage, hsdp=rows))
